@@ -1,0 +1,40 @@
+"""What plugin authors import, and all that they need to."""
+
+from dataclasses import dataclass, field
+
+from lab.capabilities import API_VERSION, Capabilities
+from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.moe import Moe
+from lab.contracts.policy import Policy
+from lab.contracts.quant import LinearSpec, ParamSpec, Quant
+from lab.contracts.sink import RunInfo, Sink
+from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.contracts.workload import ModelFacts, WorkItem, Workload
+from lab.errors import UserError
+from lab.registry import register
+from lab.types import Request
+
+__all__ = [
+    "API_VERSION",
+    "Attention",
+    "AttentionSpec",
+    "Capabilities",
+    "Draft",
+    "LinearSpec",
+    "ModelFacts",
+    "Moe",
+    "ParamSpec",
+    "Policy",
+    "ProposeView",
+    "Proposer",
+    "Quant",
+    "Request",
+    "RunInfo",
+    "Sink",
+    "UserError",
+    "WorkItem",
+    "Workload",
+    "dataclass",
+    "field",
+    "register",
+]

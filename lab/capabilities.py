@@ -1,0 +1,101 @@
+"""What a plugin can do, what a run needs, and the one function that compares them. Torch-free.
+
+Every kind of plugin declares one `Capabilities`. An empty set or a None there means "no limit". `choose` picks the plugin
+for a run: a name given by the user is used or refused with the reasons, never replaced; only `auto` chooses by itself.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lab.errors import UserError
+
+API_VERSION = 1
+GRAPH_SUPPORT = ("never", "decode", "uniform", "any")  # each includes those before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a plugin can serve. Sets left empty and numbers left None put no limit."""
+
+    api_version: int = API_VERSION
+    devices: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = frozenset()  # of activations: float32, bfloat16, float16
+    kv_dtypes: frozenset[str] = frozenset()
+    head_dims: frozenset[int] = frozenset()
+    block_multiple: int = 1  # block sizes must be a multiple of it
+    features: frozenset[str] = frozenset()  # e.g. gqa, sliding_window, softcap, spec_verify, mla, lse, tensor_parallel, moe
+    graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
+    packages: tuple[str, ...] = ()  # importable names that must be installed
+    priority: int = 0  # among usable plugins `auto` takes the highest
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features"):
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run asks of a plugin. A None asks nothing."""
+
+    device: str | None = None
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    head_dim: int | None = None
+    block_size: int | None = None
+    features: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one plugin can serve a run: `reasons` is empty when it can."""
+
+    name: str
+    reasons: tuple[str, ...]
+    priority: int = 0
+
+
+def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
+    """The reasons why these capabilities do not meet the needs; an empty list means that they do."""
+    reasons = []
+    if capabilities.api_version != API_VERSION:
+        reasons.append(f"written for plugin API version {capabilities.api_version}, this is version {API_VERSION}")
+    for package in capabilities.packages:
+        if importlib.util.find_spec(package) is None:
+            reasons.append(f"package '{package}' is not installed")
+    one_of = (
+        ("device", needs.device, capabilities.devices, "runs on"),
+        ("dtype", needs.dtype, capabilities.dtypes, "takes"),
+        ("KV dtype", needs.kv_dtype, capabilities.kv_dtypes, "takes"),
+        ("head dim", needs.head_dim, capabilities.head_dims, "takes"),
+    )
+    for what, asked, offered, verb in one_of:
+        if asked is not None and offered and asked not in offered:
+            reasons.append(f"{what} {asked} (it {verb} {', '.join(str(x) for x in sorted(offered))})")
+    if needs.block_size is not None and needs.block_size % capabilities.block_multiple:
+        reasons.append(f"block size {needs.block_size} (it takes multiples of {capabilities.block_multiple})")
+    for feature in sorted(needs.features - capabilities.features):
+        reasons.append(f"it has no {feature}")
+    return reasons
+
+
+def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:
+    """The plugin to use among `verdicts` (one per registered plugin of the kind).
+
+    Args:
+        name: a plugin's name, which must be able to serve the run, or `auto` for the usable one of highest priority.
+
+    Raises:
+        UserError: the named plugin cannot serve the run (with the reasons and who can), or nothing can.
+    """
+    usable = [v for v in verdicts if not v.reasons]
+    if name == "auto":
+        if not usable:
+            lines = [f"  {v.name}: {'; '.join(v.reasons)}" for v in verdicts]
+            raise UserError(f"no {kind} plugin can serve this run:\n" + "\n".join(lines))
+        return max(usable, key=lambda v: v.priority).name
+    verdict = next(v for v in verdicts if v.name == name)
+    if verdict.reasons:
+        others = ", ".join(v.name for v in usable) or "none"
+        raise UserError(f"{kind} plugin '{name}' cannot serve this run: {'; '.join(verdict.reasons)}.\nThese can: {others}.")
+    return name

@@ -1,0 +1,82 @@
+"""The contract of an attention plugin: one class, and one `Plan` of its own."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lab.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    import torch
+
+    from lab.runner.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer's shape. Layers with equal specs share a backend object and a plan."""
+
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    scale: float
+    block_size: int  # B
+    dtype: "torch.dtype"
+    kv_dtype: "torch.dtype"
+    device: "torch.device"
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    softcap: float | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+
+class Attention(ABC):
+    """Paged attention over a cache whose layout is the plugin's own.
+
+    Shapes: q_TNH, k_TKH, v_TKH and out_TNH for the T tokens of a step, rows one after another as in `batch.q_start_R1`.
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def __init__(self, options: Any, spec: AttentionSpec) -> None:
+        self.options = options
+        self.spec = spec
+
+    @abstractmethod
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The shape of one layer's cache of `num_blocks` blocks, keys and values together."""
+
+    @abstractmethod
+    def plan(self, batch: "Batch", reuse: Any = None) -> Any:
+        """What `attend` needs to know of the step: made once for all layers.
+
+        With `reuse`, an earlier plan of the same batch shape, fill its tensors in place and return it, so that a captured
+        graph which reads them sees the new step.
+        """
+
+    @abstractmethod
+    def write(self, k_TKH: "torch.Tensor", v_TKH: "torch.Tensor", kv: "torch.Tensor", slots_T: "torch.Tensor") -> None:
+        """Store keys and values at their slots. Slot -1 is padding and must change nothing."""
+
+    @abstractmethod
+    def attend(self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor") -> None:
+        """Causal attention by absolute position over all of the row that is in `kv`, this step's keys included.
+
+        Writes into out_TNH. The outputs of padding tokens must be finite.
+        """
+
+    @abstractmethod
+    def export_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor") -> "torch.Tensor":
+        """Copy X blocks out as x_XB2KH (key then value), whatever the layout."""
+
+    @abstractmethod
+    def load_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor", x_XB2KH: "torch.Tensor") -> None:
+        """Put blocks in, the inverse of `export_blocks`."""

@@ -1,0 +1,72 @@
+"""The contract of a weight format: how a linear layer's weights are stored, repacked, applied and read back."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lab.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One linear layer y_TO = x_TI @ w_OI^T (+ bias). `parts` are the output sizes of layers fused into this one."""
+
+    name: str
+    in_features: int  # I
+    out_features: int  # O
+    dtype: "torch.dtype"
+    device: "torch.device"
+    parts: tuple[tuple[str, int], ...]  # (checkpoint name of the part, its rows); one part when nothing is fused
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One stored tensor of a linear layer, whole (all parts). `shard_dim` is the dimension along the output parts."""
+
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    shard_dim: int | None = 0
+
+
+class Quant(ABC):
+    """A weight format."""
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @classmethod
+    def detect(cls, hf_config: dict[str, Any]) -> bool:
+        """Whether a checkpoint with this config.json is of this format."""
+        return False
+
+    def wants(self, spec: LinearSpec) -> bool:
+        """Whether this layer is quantized; a layer it does not want is kept in the model's own dtype."""
+        return True
+
+    @abstractmethod
+    def params(self, spec: LinearSpec) -> dict[str, ParamSpec]:
+        """The tensors that the checkpoint holds for this layer, by the suffix of their name (bias not included)."""
+
+    @abstractmethod
+    def finish(self, w: "dict[str, torch.Tensor]", spec: LinearSpec) -> "dict[str, torch.Tensor]":
+        """Repack the loaded tensors once for `apply`."""
+
+    @abstractmethod
+    def apply(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor":
+        """y_TO without the bias; traceable by torch.compile, or one custom op."""
+
+    @abstractmethod
+    def dequantize(self, w: "dict[str, torch.Tensor]", spec: LinearSpec) -> "torch.Tensor":
+        """w_OI in float32 from the finished tensors: the oracle that `apply` is tested against."""

@@ -1,0 +1,52 @@
+"""The contract of a workload: the requests of a run, with their arrival times. Torch-free."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from lab.capabilities import Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request to send. Exactly one of prompt, prompt_token_ids and messages is set."""
+
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)  # over the run's defaults
+    arrival_s: float = 0.0  # after the start of the run
+    priority: int = 0
+    cache_salt: str | None = None
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a workload may want to know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    special_ids: frozenset[int]
+    encode: Callable[[str], list[int]]
+
+
+class Workload(ABC):
+    """Makes the list of requests of a run; the same seed makes the same list."""
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def __init__(self, options: Any, seed: int) -> None:
+        self.options = options
+        self.seed = seed
+
+    @abstractmethod
+    def items(self, model: ModelFacts) -> list[WorkItem]:
+        """The requests, by arrival time."""
