@@ -179,3 +179,4 @@ class Update:
     num_cached: int = 0
     num_preemptions: int = 0
     scheduled_s: float | None = None
+    error: str | None = None  # with finish_reason ERROR

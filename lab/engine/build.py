@@ -1,0 +1,230 @@
+"""Builds an engine from settings: device, model, plugins, KV pool, runner, scheduler."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lab import registry
+from lab.capabilities import Needs
+from lab.contracts.attention import Attention, AttentionSpec
+from lab.engine.engine import Engine, EngineFacts
+from lab.engine.executor import InProcessExecutor
+from lab.engine.resolution import Resolved, resolve
+from lab.errors import UserError
+from lab.kv.blocks import BlockManager
+from lab.kv.sizing import num_blocks_for
+from lab.kv.store import KVStore, bytes_per_block
+from lab.model.config import ModelConfig, read_config
+from lab.model.load import load_model, weights_bytes
+from lab.model.source import resolve_model
+from lab.runner.runner import Limits, Runner
+from lab.sampling_params import SamplingParams
+from lab.sched.scheduler import Scheduler
+from lab.settings import CacheSettings, PluginChoice, Settings
+from lab.types import Chunk, NewRow, Step
+
+log = logging.getLogger("lab")
+
+
+def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
+    """See `Engine.build`."""
+    begin = time.perf_counter()
+    registry.discover()
+    device = _device(settings)
+    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    folder = resolve_model(settings.model.path)
+    config = read_config(folder)
+    dtype = _dtype(settings.model.dtype, config, device)
+    max_model_len = _max_model_len(settings, config)
+
+    chosen = _choose_plugins(settings, config, device, dtype)
+    quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
+    log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
+    model = load_model(folder, config, dtype=dtype, device=device, load_format=settings.model.load_format, quant=quant, moe=moe)
+    load_s = time.perf_counter() - begin
+    backends = _backends(settings, model, dtype, device, chosen)
+
+    warm_begin = time.perf_counter()
+    limits = Limits(settings.scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size)
+    profile_blocks = _profile_blocks(settings, limits)
+    runner = Runner(model, backends, KVStore(backends, profile_blocks), proposer, limits, device)
+    block_bytes = bytes_per_block([b.spec for b in backends])
+    num_blocks = num_blocks_for(settings.cache, block_bytes, device, lambda: _profile(runner, settings, limits))
+    runner.replace_store(KVStore(backends, num_blocks))
+    _report_cache(num_blocks, settings.cache, max_model_len)
+    warmup_s = time.perf_counter() - warm_begin
+
+    blocks = BlockManager(
+        num_blocks,
+        settings.cache.block_size,
+        enable_prefix_caching=settings.cache.enable_prefix_caching,
+        hash_algo=settings.cache.hash_algo,
+        extra_keys=(_name(backends[0].spec.kv_dtype),),
+    )
+    scheduler = Scheduler(
+        settings.scheduler,
+        blocks,
+        chosen["policy"].make(),
+        max_model_len=max_model_len,
+        num_drafts=proposer.num_drafts,
+        debug=settings.debug,
+    )
+    executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
+    facts = EngineFacts(
+        model_config=config,
+        model_name=settings.model.path,
+        tokenizer_folder=Path(settings.model.tokenizer) if settings.model.tokenizer else folder,
+        max_model_len=max_model_len,
+        device=device.type,
+        dtype=_name(dtype),
+        weights_bytes=weights_bytes(model),
+        kv_bytes_per_token=block_bytes // settings.cache.block_size,
+        num_threads=num_threads,
+        records={kind: resolved.record for kind, resolved in chosen.items()},
+        startup_s={"load": load_s, "warmup": warmup_s, "total": time.perf_counter() - begin},
+    )
+    return Engine(settings, scheduler, blocks, executor, facts, clock)
+
+
+def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Resolved]:
+    """Every plugin but attention, which needs the model's layers."""
+    common = {"device": device.type, "dtype": _name(dtype)}
+    experts = "moe" if config.num_experts else "dense"
+    return {
+        "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
+        "moe": resolve("moe", settings.moe, Needs(**common, features=frozenset({experts}))),
+        "spec": resolve("spec", settings.spec, Needs(device=device.type)),
+        "policy": resolve("policy", PluginChoice(settings.scheduler.policy), Needs()),
+    }
+
+
+def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
+    """For `auto`, the one weight format that recognises the checkpoint."""
+    if choice.name != "auto":
+        return choice
+    claims = [e.name for e in registry.entries("quant") if not e.broken and e.load().detect(config.raw)]
+    if len(claims) != 1:
+        method = config.raw.get("quantization_config", {}).get("quant_method")
+        found = f"{len(claims)} plugins claim it: {', '.join(claims)}" if claims else "no plugin reads it"
+        raise UserError(f"the checkpoint's weight format '{method}': {found}. Choose one with +quant=NAME.")
+    return PluginChoice(claims[0], choice.options)
+
+
+def _backends(
+    settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved]
+) -> list[Attention]:
+    """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
+    kv_dtype = dtype if settings.cache.dtype == "auto" else getattr(torch, settings.cache.dtype)
+    of_spec: dict[AttentionSpec, Attention] = {}
+    backends = []
+    for layer in model.attention_layers:
+        spec = AttentionSpec(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scale=layer.scale,
+            block_size=settings.cache.block_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            sliding_window=layer.sliding_window,
+            softcap=layer.softcap,
+        )
+        if spec not in of_spec:
+            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=chosen["spec"].entry.name))
+            key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
+            chosen[key] = resolved
+            of_spec[spec] = resolved.make(spec)
+        backends.append(of_spec[spec])
+    return backends
+
+
+def _attention_needs(spec: AttentionSpec, drafts: str) -> Needs:
+    features = set()
+    if spec.num_heads != spec.num_kv_heads:
+        features.add("gqa")
+    if spec.sliding_window is not None:
+        features.add("sliding_window")
+    if spec.softcap is not None:
+        features.add("softcap")
+    if drafts != "none":
+        features.add("spec_verify")
+    return Needs(
+        device=spec.device.type,
+        dtype=_name(spec.dtype),
+        kv_dtype=_name(spec.kv_dtype),
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        features=frozenset(features),
+    )
+
+
+def _device(settings: Settings) -> torch.device:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
+    name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own, but float32 for float16 on the CPU, which computes it slowly."""
+    if name == "auto":
+        name = config.torch_dtype
+        if name == "float16" and device.type == "cpu":
+            name = "float32"
+    return getattr(torch, name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _max_model_len(settings: Settings, config: ModelConfig) -> int:
+    limit, asked = config.max_position_embeddings, settings.model.max_model_len
+    if asked is not None and asked > limit:
+        raise UserError(f"model.max_model_len={asked}: the model was made for at most {limit} positions.")
+    return asked or limit
+
+
+def _profile_blocks(settings: Settings, limits: Limits) -> int:
+    """Blocks that the profiling step writes to; none when the pool's size is given and nothing is profiled."""
+    if settings.cache.num_blocks is not None or settings.cache.memory_bytes is not None:
+        return 1
+    return -(-settings.scheduler.max_num_batched_tokens // limits.block_size) + limits.max_rows
+
+
+def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
+    """One ordinary step of the largest size: as many tokens as the budget allows, every row sampling."""
+    budget = settings.scheduler.max_num_batched_tokens
+    longest = min(limits.max_model_len, budget)
+    lengths = [longest] * min(budget // longest, limits.max_rows)
+    rest = budget - sum(lengths)
+    if rest and len(lengths) < limits.max_rows:
+        lengths.append(rest)
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
+    new_rows, chunks, next_block = [], [], 0
+    for index, length in enumerate(lengths):
+        num_blocks = -(-length // limits.block_size)
+        block_ids = list(range(next_block, next_block + num_blocks))
+        next_block += num_blocks
+        request_id = f"profile-{index}"
+        new_rows.append(NewRow(request_id, [0] * length, length, params, 0, frozenset(), block_ids, 0))
+        chunks.append(Chunk(request_id, 0, length, 0, True, [], []))
+    runner.execute(Step(-1, new_rows, chunks, [], sum(lengths), 0))
+    runner.execute(Step(-1, [], [], [row.request_id for row in new_rows], 0, 0))
+
+
+def _report_cache(num_blocks: int, cache: CacheSettings, max_model_len: int) -> None:
+    num_tokens = num_blocks * cache.block_size
+    log.info(
+        "KV cache: %s tokens, maximum concurrency for %s tokens: %.2f",
+        f"{num_tokens:,}",
+        f"{max_model_len:,}",
+        num_tokens / max_model_len,
+    )

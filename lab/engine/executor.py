@@ -1,0 +1,37 @@
+"""Runs steps in this process: `submit` hands one over, `collect` waits for its result. Steps run in order."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from lab.runner.runner import Runner
+from lab.types import Step, StepResult
+
+
+class InProcessExecutor:
+    """Executes on the caller's thread, or (`overlap`) on one of its own, so that planning and execution overlap."""
+
+    def __init__(self, runner: Runner, *, overlap: bool) -> None:
+        self._runner = runner
+        self._pending: deque[Future[StepResult] | Step] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lab-runner") if overlap else None
+
+    def submit(self, step: Step) -> None:
+        """Queue a step for execution."""
+        self._pending.append(self._thread.submit(self._runner.execute, step) if self._thread else step)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not collected yet; raises what its execution raised."""
+        pending = self._pending.popleft()
+        return self._runner.execute(pending) if isinstance(pending, Step) else pending.result()
+
+    def reset(self) -> None:
+        """Drop all that is queued and forget every row, after a step has failed."""
+        while self._pending:
+            pending = self._pending.popleft()
+            if isinstance(pending, Future) and not pending.cancel():
+                pending.exception()  # wait for it; its failure is known already
+        self._runner.reset()
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.shutdown(wait=True)

@@ -1,0 +1,60 @@
+"""Which plugin serves each component of a run, decided once at start and written down."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab import registry
+from lab.capabilities import Needs, Verdict, choose, unmet
+from lab.settings import PluginChoice
+from lab.typed import from_plain
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The plugin chosen for a component, its validated options, and the record of the choice for resolved.json."""
+
+    entry: registry.Entry
+    options: Any
+    record: dict[str, Any]
+
+    def make(self, *args: Any) -> Any:
+        """An instance of the plugin: its constructor takes the options first."""
+        return self.entry.load()(self.options, *args)
+
+
+def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
+    """Pick the plugin for `choice` and validate its options.
+
+    Raises:
+        UserError: unknown name, a need it does not meet, or an option that is not one.
+    """
+    if choice.name != "auto":
+        registry.get(kind, choice.name)
+    verdicts = []
+    for entry in registry.entries(kind):
+        if entry.broken:
+            verdicts.append(Verdict(entry.name, ("its file is broken",)))
+        elif choice.name not in ("auto", entry.name) and entry.static_capabilities is None:
+            verdicts.append(Verdict(entry.name, ("not looked at: it would have to be imported",)))
+        else:
+            verdicts.append(Verdict(entry.name, tuple(unmet(entry.capabilities, needs)), entry.capabilities.priority))
+    if choice.name != "auto" and registry.get(kind, choice.name).broken:
+        registry.get(kind, choice.name).load()
+    name = choose(kind, choice.name, verdicts)
+    entry = registry.get(kind, name)
+    options = from_plain(entry.options, choice.options, kind)
+    passed_over = {v.name: list(v.reasons) or _not_chosen(choice, name) for v in verdicts if v.name != name}
+    record = {
+        "name": name,
+        "asked_for": choice.name,
+        "class": f"{entry.module}.{entry.class_name}",
+        "source": entry.source,
+        "digest": entry.digest,
+        "options": dict(choice.options),
+        "passed_over": passed_over,
+    }
+    return Resolved(entry, options, record)
+
+
+def _not_chosen(choice: PluginChoice, name: str) -> list[str]:
+    return [f"usable; '{name}' was asked for" if choice.name != "auto" else f"usable; '{name}' has a higher priority"]

@@ -1,0 +1,86 @@
+"""Persistent rows: what the runner remembers of each running request between steps."""
+
+import numpy as np
+
+from lab.types import Chunk, NewRow
+
+
+class Rows:
+    """Token history, block tables and progress, one row for each running request. A row keeps its place while it lives.
+
+    tokens_RC holds prompt and output; drafts for the next step stand right after them, so that one gather serves both.
+    The host arrays are the truth; `Batch` tensors are copies made for one step.
+    """
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int) -> None:
+        self.tokens_RC = np.zeros((max_rows, max_len), np.int32)
+        self.blocks_RM = np.zeros((max_rows, -(-max_len // block_size)), np.int32)
+        self.lengths_R = np.zeros(max_rows, np.int64)  # known tokens, drafts not counted
+        self.num_computed_R = np.zeros(max_rows, np.int64)
+        self.num_prompt_R = np.zeros(max_rows, np.int64)
+        self.num_drafts_R = np.zeros(max_rows, np.int64)
+        self._num_blocks = [0] * max_rows
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._row_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._row_of[request_id]
+
+    def add(self, new: NewRow) -> int:
+        """Give a request a row and fill it."""
+        row = self._free.pop()
+        self._row_of[new.request_id] = row
+        self.tokens_RC[row, : len(new.token_ids)] = new.token_ids
+        self.lengths_R[row] = len(new.token_ids)
+        self.num_computed_R[row] = new.num_computed
+        self.num_prompt_R[row] = new.num_prompt
+        self.num_drafts_R[row] = 0
+        self._num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        return row
+
+    def free(self, request_id: str) -> int | None:
+        """Take a request's row back; None if it never had one."""
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+        return row
+
+    def clear(self) -> None:
+        """Take every row back."""
+        for request_id in list(self._row_of):
+            self.free(request_id)
+
+    def apply(self, chunk: Chunk) -> int:
+        """Take in what the scheduler sends with a chunk: new blocks, and under synchronous scheduling the drafts."""
+        row = self._row_of[chunk.request_id]
+        if chunk.new_block_ids:
+            self._append_blocks(row, chunk.new_block_ids)
+        if chunk.draft_ids:
+            self.set_drafts(row, chunk.draft_ids)
+        return row
+
+    def set_drafts(self, row: int, draft_ids: list[int]) -> None:
+        length = int(self.lengths_R[row])
+        self.tokens_RC[row, length : length + len(draft_ids)] = draft_ids
+        self.num_drafts_R[row] = len(draft_ids)
+
+    def drafts(self, row: int, count: int) -> list[int]:
+        """The first `count` drafts of a row."""
+        length = int(self.lengths_R[row])
+        return self.tokens_RC[row, length : length + count].tolist()
+
+    def append(self, row: int, token_ids: list[int]) -> None:
+        """Add sampled tokens; the drafts they came from are used up."""
+        length = int(self.lengths_R[row])
+        self.tokens_RC[row, length : length + len(token_ids)] = token_ids
+        self.lengths_R[row] = length + len(token_ids)
+        self.num_drafts_R[row] = 0
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        have = self._num_blocks[row]
+        self.blocks_RM[row, have : have + len(block_ids)] = block_ids
+        self._num_blocks[row] = have + len(block_ids)

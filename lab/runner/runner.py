@@ -1,0 +1,182 @@
+"""Executes steps on one device: rows in, one forward pass over all chunks, tokens out."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from lab.context import ForwardContext, forward_context
+from lab.contracts.attention import Attention
+from lab.contracts.spec import Proposer, ProposeView
+from lab.kv.store import KVStore
+from lab.runner.batch import Batch, BatchBuilder, Share
+from lab.runner.rows import Rows
+from lab.sample.sampler import Sampler
+from lab.types import Chunk, RowResult, Step, StepResult, TokenLogprobs
+
+PROMPT_LOGITS_AT_ONCE = 256  # positions; whole-prompt logits of a large vocabulary would not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes that the persistent state is made for."""
+
+    max_rows: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int
+
+
+class Runner:
+    """Owns the model, the KV tensors, the rows and the sampler. Plans nothing: it does what a `Step` says."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backends: list[Attention],
+        store: KVStore,
+        proposer: Proposer,
+        limits: Limits,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.device = device
+        self._backends = backends
+        self._proposer = proposer
+        self._limits = limits
+        capacity = limits.max_model_len + proposer.num_drafts + 1
+        self.rows = Rows(limits.max_rows, capacity, limits.block_size)
+        self._builder = BatchBuilder(self.rows, limits.block_size, device)
+        self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
+        self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
+        self._max_tokens_R = np.full(limits.max_rows, limits.max_model_len, np.int64)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Run a step: apply its changes to the rows, compute, sample, propose."""
+        begin = time.perf_counter()
+        self._apply_rows(step)
+        if not step.chunks:
+            return StepResult(step.index, [], (time.perf_counter() - begin) * 1e3)
+        shares = [self._share(chunk) for chunk in step.chunks]
+        batch = self._builder.build(shares)
+        hidden_TD = self._forward(batch)
+        prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
+        sampled, drafts, draft_ms = self._sample(shares, batch, hidden_TD)
+        results = []
+        for chunk, share in zip(step.chunks, shares, strict=True):
+            prompt = prompt_logprobs.get(share.row)
+            if not share.samples:
+                results.append(RowResult(chunk.request_id, [], prompt_logprobs=prompt))
+                continue
+            token_ids, logprobs = sampled[share.row]
+            proposed = drafts.get(share.row, [])
+            results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
+        ms = (time.perf_counter() - begin) * 1e3
+        return StepResult(step.index, results, ms, padded_to=batch.num_tokens, draft_ms=draft_ms)
+
+    def reset(self) -> None:
+        """Forget every row."""
+        for row in range(self._limits.max_rows):
+            self._sampler.remove(row)
+        self.rows.clear()
+        self._prompt_logprobs.clear()
+
+    def replace_store(self, store: KVStore) -> None:
+        """Take another KV pool; only while no row is live."""
+        assert len(self.rows) == 0, "rows still point into the old pool"
+        self.store = store
+
+    def _apply_rows(self, step: Step) -> None:
+        for request_id in step.freed:
+            row = self.rows.free(request_id)
+            if row is not None:
+                self._sampler.remove(row)
+                self._prompt_logprobs.pop(row, None)
+        for new in step.new_rows:
+            row = self.rows.add(new)
+            self._sampler.add(row, new.params, new.seed, new.eos_ids, new.token_ids, new.num_prompt)
+            if new.params.prompt_logprobs is not None:
+                self._prompt_logprobs[row] = new.params.prompt_logprobs
+            limit = self._limits.max_model_len
+            if new.params.max_tokens is not None:
+                limit = min(limit, new.num_prompt + new.params.max_tokens)
+            self._max_tokens_R[row] = limit
+
+    def _share(self, chunk: Chunk) -> Share:
+        """The chunk as it really is: with a step with drafts in flight, the scheduler could only plan its upper bound."""
+        rows = self.rows
+        row = rows.apply(chunk)
+        start = int(rows.num_computed_R[row])
+        if not chunk.samples:
+            assert start == chunk.start, f"{chunk.request_id}: planned from {chunk.start}, the row stands at {start}"
+            return Share(row, start, chunk.num_tokens, 0, False)
+        num_drafts = min(int(rows.num_drafts_R[row]), chunk.num_drafts)
+        num_tokens = int(rows.lengths_R[row]) - start + num_drafts
+        assert 0 < num_tokens <= chunk.num_tokens, f"{chunk.request_id}: {num_tokens} tokens of {chunk.num_tokens} planned"
+        return Share(row, start, num_tokens, num_drafts, True)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        plans = {id(backend): backend.plan(batch) for backend in dict.fromkeys(self._backends)}
+        context = ForwardContext(batch, self._backends, [plans[id(b)] for b in self._backends], self.store.layers)
+        with forward_context(context):
+            return self.model(batch.input_ids_T, batch.positions_T)
+
+    def _sample(
+        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor
+    ) -> tuple[dict[int, tuple[list[int], list[TokenLogprobs] | None]], dict[int, list[int]], float]:
+        """Verify and sample, move the rows on, and propose drafts: what each sampling row got, and its next drafts."""
+        rows = self.rows
+        sampling = [s for s in shares if s.samples]
+        sampled = {}
+        if sampling:
+            logits_LV = self.model.logits(
+                hidden_TD if len(hidden_TD) == len(batch.logits_idx_L) else hidden_TD[batch.logits_idx_L]
+            )
+            drafts = [rows.drafts(s.row, s.num_drafts) if s.num_drafts else [] for s in sampling]
+            output = self._sampler.run(logits_LV, [s.row for s in sampling], [s.num_drafts for s in sampling], drafts)
+            for index, share in enumerate(sampling):
+                logprobs = output.logprobs[index] if output.logprobs is not None else None
+                sampled[share.row] = (output.token_ids[index], logprobs)
+        for share in shares:
+            accepted = len(sampled[share.row][0]) - 1 if share.samples else 0
+            rows.num_computed_R[share.row] = share.start + share.num_tokens - share.num_drafts + accepted
+            if share.samples:
+                rows.append(share.row, sampled[share.row][0])
+        begin = time.perf_counter()
+        proposed = self._propose([s.row for s in sampling]) if sampling and self._proposer.num_drafts else {}
+        return sampled, proposed, (time.perf_counter() - begin) * 1e3
+
+    def _propose(self, row_ids: list[int]) -> dict[int, list[int]]:
+        rows_R = np.array(row_ids)
+        lengths_R = self.rows.lengths_R[rows_R]
+        room_R = self._max_tokens_R[rows_R] - lengths_R - 1  # the step after verification adds one more token than drafts
+        limits_R = np.clip(room_R, 0, self._proposer.num_drafts)
+        draft = self._proposer.propose(ProposeView(self.rows.tokens_RC, rows_R, lengths_R, limits_R))
+        proposed = dict(zip(row_ids, draft.token_ids, strict=True))
+        for row, token_ids in proposed.items():
+            self.rows.set_drafts(row, token_ids)
+        return proposed
+
+    def _prompt_rows(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of the prompt tokens that this step's positions predict, by row."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self._prompt_logprobs:
+            return found
+        for index, share in enumerate(shares):
+            num_alternatives = self._prompt_logprobs.get(share.row)
+            last = min(share.start + share.num_tokens, int(self.rows.num_prompt_R[share.row]) - 1)
+            if num_alternatives is None or last <= share.start:
+                continue
+            entries: list[TokenLogprobs] = []
+            offset = int(batch.q_start_R1_cpu[index]) - share.start
+            for first in range(share.start, last, PROMPT_LOGITS_AT_ONCE):
+                end = min(first + PROMPT_LOGITS_AT_ONCE, last)
+                logits_XV = self.model.logits(hidden_TD[offset + first : offset + end])
+                next_ids = self.rows.tokens_RC[share.row, first + 1 : end + 1].tolist()
+                entries += self._sampler.prompt_logprobs(logits_XV, next_ids, num_alternatives)
+            found[share.row] = entries
+        return found

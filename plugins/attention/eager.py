@@ -1,0 +1,62 @@
+"""The reference: attention written out in float32, one row at a time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.api import Capabilities, register
+from plugins.attention._paged import PlainPaged
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Row boundaries, on the host."""
+
+    q_start: list[int]
+    ctx_len: list[int]
+    blocks_RM: torch.Tensor
+
+
+@register("attention", "eager")
+class Eager(PlainPaged):
+    """The plain definition in float32, row by row: slow, and what every other backend is tested against."""
+
+    capabilities = Capabilities(
+        devices={"cpu", "cuda"},
+        dtypes={"float32", "bfloat16", "float16"},
+        kv_dtypes={"float32", "bfloat16", "float16"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        priority=0,
+    )
+
+    def plan(self, batch: Any, reuse: Any = None) -> Plan:
+        return Plan(batch.q_start_R1_cpu.tolist(), batch.ctx_len_R_cpu.tolist(), batch.blocks_RM)
+
+    def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
+        out_TNH[plan.q_start[-1] :] = 0
+        for row, ctx_len in enumerate(plan.ctx_len):
+            first, last = plan.q_start[row], plan.q_start[row + 1]
+            if last > first:
+                k_SKH, v_SKH = self._gather(kv, plan.blocks_RM[row], ctx_len)
+                out_TNH[first:last] = self._attend_row(q_TNH[first:last], k_SKH, v_SKH)
+
+    def _gather(self, kv: torch.Tensor, blocks_M: torch.Tensor, ctx_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_blocks = -(-ctx_len // kv.shape[2])
+        k_SKH, v_SKH = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len].float()
+        return k_SKH, v_SKH
+
+    def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
+        num_q, num_ctx = len(q_QNH), len(k_SKH)
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        k_SNH, v_SNH = k_SKH.repeat_interleave(group, 1), v_SKH.repeat_interleave(group, 1)
+        scores_NQS = torch.einsum("qnh,snh->nqs", q_QNH.float(), k_SNH) * self.spec.scale
+        if self.spec.softcap is not None:
+            scores_NQS = torch.tanh(scores_NQS / self.spec.softcap) * self.spec.softcap
+        q_position = torch.arange(num_ctx - num_q, num_ctx, device=q_QNH.device)[:, None]
+        k_position = torch.arange(num_ctx, device=q_QNH.device)[None]
+        hidden = k_position > q_position
+        if self.spec.sliding_window is not None:
+            hidden |= k_position <= q_position - self.spec.sliding_window
+        weights_NQS = scores_NQS.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype)
