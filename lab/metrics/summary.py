@@ -1,0 +1,160 @@
+"""metrics.json: what a run's requests and steps add up to. Torch-free.
+
+Percentiles are of the raw samples with linear interpolation. A section that does not apply to a run is absent.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.metrics.goodput import is_good
+
+LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms", "decode_ms")
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the sorted, non-empty samples lie, interpolated between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def distribution(samples: Iterable[float]) -> dict[str, float] | None:
+    """{mean, p50, p90, p99, max} of the samples; None when there are none."""
+    ordered = sorted(samples)
+    if not ordered:
+        return None
+    return {
+        "mean": math.fsum(ordered) / len(ordered),
+        "p50": percentile(ordered, 0.50),
+        "p90": percentile(ordered, 0.90),
+        "p99": percentile(ordered, 0.99),
+        "max": ordered[-1],
+    }
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Adds up the lines of requests.jsonl; a failed request counts as one and adds nothing else."""
+
+    goodput_limits: Mapping[str, float] = field(default_factory=dict)
+    num_requests: int = 0
+    num_failed: int = 0
+    num_good: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    tokens_by_second: Counter[int] = field(default_factory=Counter)  # whole second of the run -> output tokens
+    samples: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in (*LATENCIES, "itl_ms")})
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.num_requests += 1
+        self.num_good += is_good(record, self.goodput_limits)
+        if record.get("error"):
+            self.num_failed += 1
+            return
+        self.prompt_tokens += record["prompt_tokens"]
+        self.output_tokens += len(record["output_token_ids"])
+        self.preemptions += record["num_preemptions"]
+        for name in LATENCIES:
+            if record.get(name) is not None:
+                self.samples[name].append(record[name])
+        self.samples["itl_ms"].extend(record["itl_ms"])
+        self._add_token_times(record)
+
+    def _add_token_times(self, record: Mapping[str, Any]) -> None:
+        if record.get("ttft_ms") is None:
+            return
+        at_ms = record["arrival_s"] * 1e3 + record["ttft_ms"]
+        for gap_ms, count in zip((0.0, *record["itl_ms"]), record["tokens_per_step"], strict=True):
+            at_ms += gap_ms
+            self.tokens_by_second[int(at_ms // 1e3)] += count
+
+    def metrics(self, duration_s: float) -> dict[str, Any]:
+        """The part of metrics.json that follows from the requests; rates are over `duration_s`."""
+        found: dict[str, Any] = {
+            "num_requests": self.num_requests,
+            "num_failed": self.num_failed,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "duration_s": duration_s,
+        }
+        if duration_s > 0:
+            rate = self.output_tokens / duration_s
+            found["output_tok_per_s"] = rate
+            # in a run of a second or less, or with a short last second, the busiest second can lie under the mean
+            found["peak_output_tok_per_s"] = max(rate, *self.tokens_by_second.values(), 0.0)
+            found["total_tok_per_s"] = (self.prompt_tokens + self.output_tokens) / duration_s
+            found["requests_per_s"] = (self.num_requests - self.num_failed) / duration_s
+            if self.goodput_limits:
+                found["goodput_req_per_s"] = self.num_good / duration_s
+        for name in ("ttft_ms", "itl_ms", *LATENCIES[1:]):
+            summary = distribution(self.samples[name])
+            if summary is not None:
+                found[name] = summary
+        found["preemptions"] = self.preemptions
+        return found
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Adds up what became of drafts: one `add` per row that had drafts to verify."""
+
+    num_drafts: int = 0  # rows that brought drafts
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    offered: Counter[int] = field(default_factory=Counter)  # position -> drafts that reached it
+    accepted: Counter[int] = field(default_factory=Counter)  # position -> drafts accepted there
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        if not num_drafts:
+            return
+        self.num_drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        self.offered.update(range(num_drafts))
+        self.accepted.update(range(num_accepted))
+
+    def metrics(self, draft_ms_share: float) -> dict[str, Any] | None:
+        """The `spec` section, None without drafts. `mean_accepted_length` counts the token that follows the drafts."""
+        if not self.num_drafts:
+            return None
+        return {
+            "num_drafts": self.num_drafts,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.accepted_tokens / self.draft_tokens,
+            "acceptance_per_position": [self.accepted[i] / self.offered[i] for i in sorted(self.offered)],
+            "mean_accepted_length": 1 + self.accepted_tokens / self.num_drafts,
+            "draft_ms_share": draft_ms_share,
+        }
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Adds up the lines of steps.jsonl."""
+
+    num_steps: int = 0
+    ms: float = 0.0
+    draft_ms: float = 0.0
+    peak_used_blocks: int = 0
+    dispatch: Counter[str] = field(default_factory=Counter)
+    decode_ms: array = field(default_factory=lambda: array("d"))  # of steps with one token of one request
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.num_steps += 1
+        self.ms += record["ms"]
+        self.draft_ms += record.get("draft_ms", 0.0)
+        self.peak_used_blocks = max(self.peak_used_blocks, record["kv_used_blocks"])
+        self.dispatch[record["mode"]] += 1
+        if record["num_tokens"] == record["num_requests"] == 1:
+            self.decode_ms.append(record["ms"])
+
+    @property
+    def draft_ms_share(self) -> float:
+        """Share of the execution time that went into proposing drafts."""
+        return self.draft_ms / self.ms if self.ms else 0.0
