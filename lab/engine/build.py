@@ -48,7 +48,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
     model = load_model(folder, config, dtype=dtype, device=device, load_format=settings.model.load_format, quant=quant, moe=moe)
     load_s = time.perf_counter() - begin
-    backends = _backends(settings, model, dtype, device, chosen)
+    backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
 
     warm_begin = time.perf_counter()
     limits = Limits(settings.scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size)
@@ -117,7 +117,7 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
 
 
 def _backends(
-    settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved]
+    settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
 ) -> list[Attention]:
     """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
     kv_dtype = dtype if settings.cache.dtype == "auto" else getattr(torch, settings.cache.dtype)
@@ -137,7 +137,7 @@ def _backends(
             softcap=layer.softcap,
         )
         if spec not in of_spec:
-            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=chosen["spec"].entry.name))
+            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
             key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
             chosen[key] = resolved
             of_spec[spec] = resolved.make(spec)
@@ -145,7 +145,7 @@ def _backends(
     return backends
 
 
-def _attention_needs(spec: AttentionSpec, drafts: str) -> Needs:
+def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
     features = set()
     if spec.num_heads != spec.num_kv_heads:
         features.add("gqa")
@@ -153,7 +153,7 @@ def _attention_needs(spec: AttentionSpec, drafts: str) -> Needs:
         features.add("sliding_window")
     if spec.softcap is not None:
         features.add("softcap")
-    if drafts != "none":
+    if drafts:
         features.add("spec_verify")
     return Needs(
         device=spec.device.type,

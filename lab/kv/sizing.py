@@ -117,7 +117,7 @@ def num_blocks_for(settings: CacheSettings, block_bytes: int, device: torch.devi
     used = total - free
     budget = int(total * settings.memory_utilization) - used - step_bytes
     log.info(
-        "memory: %.1f GiB in all, %.1f in use, a full step needs %.2f: %.1f GiB for the KV cache at cache.memory_utilization=%g",
+        "memory: %.1f GiB in all, %.1f in use, a full step needs %.2f; %.1f GiB for the KV cache (memory_utilization %g)",
         total / GIB,
         used / GIB,
         step_bytes / GIB,

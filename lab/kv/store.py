@@ -1,5 +1,8 @@
 """The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for."""
 
+import math
+
+import numpy as np
 import torch
 
 from lab.contracts.attention import Attention, AttentionSpec
@@ -13,10 +16,14 @@ class KVStore:
 
     def __init__(self, backends: list[Attention], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.layers = [
-            torch.zeros(b.kv_shape(num_blocks, b.spec.block_size), dtype=b.spec.kv_dtype, device=b.spec.device)
-            for b in backends
-        ]
+        self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
+
+
+def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
+    if spec.device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
+    # torch.zeros writes every page at once; numpy's come from the system untouched, so a pool costs what is used of it
+    return torch.from_numpy(np.zeros(math.prod(shape) * spec.kv_dtype.itemsize, np.uint8)).view(spec.kv_dtype).view(shape)
 
 
 def bytes_per_block(specs: list[AttentionSpec]) -> int:

@@ -1,0 +1,296 @@
+"""Contract checks of attention plugins: against the definition, written out densely in float64."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.checks import CheckFailed
+from lab.contracts.attention import Attention, AttentionSpec
+from lab.registry import Entry
+from lab.runner.batch import Batch, BatchBuilder, Share
+from lab.runner.rows import Rows
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows given as (tokens in the cache before the step, tokens of the step), and the shape of the layer."""
+
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    softcap: float | None = None
+    num_padding: int = 0  # tokens with slot -1 after the last row
+
+
+def check_decode_at_block_edges(entry: Entry, options: Any) -> None:
+    """One token a row, contexts of 1 to 4,097 tokens around the edges of blocks."""
+    for block_size in _block_sizes(entry):
+        _compare(entry, options, Case(tuple((n - 1, 1) for n in EDGES), block_size=block_size, head_dim=_dim(entry)))
+
+
+def check_fresh_prefill(entry: Entry, options: Any) -> None:
+    """Whole prompts with nothing before them, from 1 to 700 tokens."""
+    for block_size in _block_sizes(entry):
+        rows = tuple((0, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 700))
+        _compare(entry, options, Case(rows, block_size=block_size, head_dim=_dim(entry)))
+
+
+def check_chunk_after_prefix(entry: Entry, options: Any) -> None:
+    """Chunks of a prompt whose beginning is in the cache already: causal by absolute position."""
+    rows = ((1, 2), (15, 1), (16, 16), (17, 40), (300, 33), (33, 300), (1000, 17))
+    for block_size in _block_sizes(entry):
+        _compare(entry, options, Case(rows, block_size=block_size, head_dim=_dim(entry)))
+
+
+def check_mixed_batch(entry: Entry, options: Any) -> None:
+    """Prefills, chunks, decodes and rows of a few tokens in one step, in any order."""
+    rows = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 6), (512, 1), (16, 100))
+    _compare(entry, options, Case(rows, head_dim=_dim(entry)))
+    _compare(entry, options, Case(rows[::-1], head_dim=_dim(entry)))
+
+
+def check_head_groups(entry: Entry, options: Any) -> None:
+    """Query heads per KV head: 1 (all heads their own), 2 to 16 (GQA), and one KV head for all (MQA)."""
+    pairs = ((4, 4),) if "gqa" not in entry.capabilities.features else ((4, 4), (4, 2), (9, 3), (12, 2), (16, 1), (7, 1))
+    for num_heads, num_kv_heads in pairs:
+        rows = ((40, 1), (0, 19), (17, 20), (3, 4))
+        _compare(entry, options, Case(rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_dim(entry)))
+
+
+def check_head_dims(entry: Entry, options: Any) -> None:
+    """Every head dim that is declared; 64, 80, 96, 128 and 256 when none is."""
+    for head_dim in sorted(entry.capabilities.head_dims) or HEAD_DIMS:
+        _compare(entry, options, Case(((50, 1), (0, 21), (20, 18)), head_dim=head_dim))
+
+
+def check_dtypes(entry: Entry, options: Any) -> None:
+    """Every declared dtype, within the rounding of that dtype."""
+    for dtype in _dtypes(entry):
+        _compare(entry, options, Case(((99, 1), (0, 40), (33, 30), (7, 3)), dtype=dtype, head_dim=_dim(entry)))
+
+
+def check_padding(entry: Entry, options: Any) -> None:
+    """Padding tokens (slot -1) write nowhere, change no row, and get finite outputs."""
+    for rows in (((20, 1), (40, 1), (3, 1)), ((0, 18), (40, 1))):
+        _compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=5))
+
+
+def check_sliding_window(entry: Entry, options: Any) -> None:
+    """If declared: a token sees itself and the window - 1 tokens before it, across block edges."""
+    if "sliding_window" in entry.capabilities.features:
+        for window in (1, 16, 50, 10_000):
+            rows = ((200, 1), (0, 90), (60, 40), (10, 3))
+            _compare(entry, options, Case(rows, head_dim=_dim(entry), sliding_window=window))
+
+
+def check_softcap(entry: Entry, options: Any) -> None:
+    """If declared: scores are capped as cap * tanh(score / cap) before the mask."""
+    if "softcap" in entry.capabilities.features:
+        _compare(entry, options, Case(((200, 1), (0, 40), (30, 20)), head_dim=_dim(entry), softcap=2.0))
+
+
+def check_export_and_load(entry: Entry, options: Any) -> None:
+    """Blocks exported in the canonical format and loaded elsewhere in the pool come back as they were."""
+    for device in _devices(entry):
+        spec = _spec(Case((), head_dim=_dim(entry)), device)
+        backend = _make(entry, options, spec)
+        kv = torch.zeros(backend.kv_shape(6, spec.block_size), dtype=spec.kv_dtype, device=device)
+        shape = (2, spec.block_size, 2, spec.num_kv_heads, spec.head_dim)
+        blocks = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+        backend.load_blocks(kv, torch.tensor([4, 1], device=device), blocks)
+        found = backend.export_blocks(kv, torch.tensor([4, 1, 0], device=device))
+        if found.shape != (3, *shape[1:]):
+            wanted = (3, *shape[1:])
+            raise CheckFailed(f"export_blocks of 3 blocks gave the shape {tuple(found.shape)}, not {wanted} (X B 2 K H)")
+        if not torch.equal(found[:2].float(), blocks.to(spec.kv_dtype).float()):
+            raise CheckFailed("load_blocks then export_blocks did not give the same values back")
+        if found[2].any():
+            raise CheckFailed("load_blocks wrote into a block that it was not given")
+
+
+def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
+    """What `write` stores at a slot is what `export_blocks` gives for that block and offset."""
+    for device in _devices(entry):
+        spec = _spec(Case((), head_dim=_dim(entry)), device)
+        backend = _make(entry, options, spec)
+        kv = torch.zeros(backend.kv_shape(5, spec.block_size), dtype=spec.kv_dtype, device=device)
+        generator = torch.Generator().manual_seed(2)
+        k_TKH, v_TKH = (torch.randn(3, spec.num_kv_heads, spec.head_dim, generator=generator).to(device) for _ in range(2))
+        slots = [3 * spec.block_size + 1, 0, 4 * spec.block_size + spec.block_size - 1]
+        backend.write(k_TKH.to(spec.dtype), v_TKH.to(spec.dtype), kv, torch.tensor(slots, device=device))
+        blocks = backend.export_blocks(kv, torch.arange(5, device=device)).flatten(0, 1)
+        for token, slot in enumerate(slots):
+            for half, wanted in enumerate((k_TKH[token], v_TKH[token])):
+                if not torch.equal(blocks[slot, half].float(), wanted.to(spec.kv_dtype).float()):
+                    what = ("key", "value")[half]
+                    raise CheckFailed(f"the {what} written to slot {slot} is not what export_blocks shows there")
+
+
+def check_plan_reuse(entry: Entry, options: Any) -> None:
+    """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
+    if entry.capabilities.graph != "never":
+        first = Case(((40, 1), (90, 1), (10, 1)), head_dim=_dim(entry))
+        _compare(entry, options, replace(first, rows=((55, 1), (30, 1), (91, 1))), reuse_of=first)
+
+
+def _devices(entry: Entry) -> list[torch.device]:
+    declared = entry.capabilities.devices or {"cpu"}
+    devices = [torch.device("cpu")] if "cpu" in declared else []
+    if "cuda" in declared and torch.cuda.is_available():
+        devices.append(torch.device("cuda"))
+    if not devices:
+        raise CheckFailed(f"it runs on {', '.join(sorted(declared))}, and this machine has none of these")
+    return devices
+
+
+def _dtypes(entry: Entry) -> list[torch.dtype]:
+    names = entry.capabilities.dtypes or {"float32", "bfloat16", "float16"}
+    return [getattr(torch, name) for name in sorted(names)]
+
+
+def _block_sizes(entry: Entry) -> list[int]:
+    multiple = entry.capabilities.block_multiple
+    return [multiple] if multiple > 16 else sorted({multiple, 16 // multiple * multiple})
+
+
+def _dim(entry: Entry) -> int:
+    dims = entry.capabilities.head_dims
+    return 64 if not dims or 64 in dims else min(dims)
+
+
+def _spec(case: Case, device: torch.device) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        scale=case.head_dim**-0.5,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.dtype,
+        device=device,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+    )
+
+
+def _make(entry: Entry, options: Any, spec: AttentionSpec) -> Attention:
+    return entry.load()(options, spec)
+
+
+def _compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None) -> None:
+    """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition."""
+    case = replace(case, block_size=max(case.block_size, entry.capabilities.block_multiple))
+    if case.dtype not in _dtypes(entry):
+        case = replace(case, dtype=_dtypes(entry)[0])
+    for device in _devices(entry):
+        backend = _make(entry, options, _spec(case, device))
+        reuse = backend.plan(_Trial(reuse_of, device, seed=5).batch) if reuse_of else None
+        trial = _Trial(case, device, seed=0)
+        trial.run(backend, reuse)
+
+
+class _Trial:
+    """One case with its random keys, values and queries, and a pool whose unused slots hold NaN."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int) -> None:
+        self.case, self.device = case, device
+        generator = torch.Generator().manual_seed(seed)
+        totals = [before + count for before, count in case.rows]
+        shape = (case.num_kv_heads, case.head_dim)
+        self.keys = [torch.randn(n, *shape, generator=generator).to(case.dtype) for n in totals]
+        self.values = [torch.randn(n, *shape, generator=generator).to(case.dtype) for n in totals]
+        num_tokens = sum(count for _, count in case.rows) + case.num_padding
+        self.q_TNH = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
+        needs = [-(-n // case.block_size) for n in totals]
+        self.num_blocks = sum(needs) + 3
+        order = np.random.default_rng(seed).permutation(self.num_blocks)
+        self.tables = np.split(order[: sum(needs)], np.cumsum(needs)[:-1])
+        self.unowned = order[sum(needs) :]
+        self.batch = self._batch(max(totals))
+
+    def _batch(self, longest: int) -> Batch:
+        case = self.case
+        rows = Rows(len(case.rows), longest, case.block_size)
+        for row, table in enumerate(self.tables):
+            rows.blocks_RM[row, : len(table)] = table
+        shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(case.rows)]
+        batch = BatchBuilder(rows, case.block_size, self.device).build(shares)
+        if not case.num_padding:
+            return batch
+        return replace(
+            batch,
+            num_tokens=batch.num_tokens + case.num_padding,
+            input_ids_T=torch.nn.functional.pad(batch.input_ids_T, (0, case.num_padding)),
+            positions_T=torch.nn.functional.pad(batch.positions_T, (0, case.num_padding)),
+            slots_T=torch.nn.functional.pad(batch.slots_T, (0, case.num_padding), value=-1),
+        )
+
+    def run(self, backend: Attention, reuse: Any) -> None:
+        case, device = self.case, self.device
+        kv = torch.full(backend.kv_shape(self.num_blocks, case.block_size), float("nan"), dtype=case.dtype, device=device)
+        for table, k_SKH, v_SKH, (before, _) in zip(self.tables, self.keys, self.values, case.rows, strict=True):
+            if before:
+                positions = np.arange(before)
+                slots = table[positions // case.block_size] * case.block_size + positions % case.block_size
+                backend.write(k_SKH[:before].to(device), v_SKH[:before].to(device), kv, torch.from_numpy(slots).to(device))
+        k_TKH, v_TKH = self._step_tokens(self.keys), self._step_tokens(self.values)
+        plan = backend.plan(self.batch) if reuse is None else backend.plan(self.batch, reuse)
+        if reuse is not None and plan is not reuse:
+            raise CheckFailed("plan(batch, reuse) returned another plan; a captured graph would go on reading the old one")
+        out_TNH = torch.full_like(self.q_TNH, float("nan")).to(device)
+        backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
+        backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
+        self._judge(out_TNH.cpu())
+        strangers = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
+        if not strangers.isnan().all():
+            raise CheckFailed("a block that belongs to no row of the step was written to")
+
+    def _step_tokens(self, per_row: list[torch.Tensor]) -> torch.Tensor:
+        parts = [x[before:] for x, (before, _) in zip(per_row, self.case.rows, strict=True)]
+        padding = torch.full((self.case.num_padding, *parts[0].shape[1:]), 7.0, dtype=self.case.dtype)
+        return torch.cat([*parts, padding]).to(self.device)
+
+    def _judge(self, out_TNH: torch.Tensor) -> None:
+        first = 0
+        for row, (before, count) in enumerate(self.case.rows):
+            found = out_TNH[first : first + count].double()
+            wanted = self._definition(self.q_TNH[first : first + count], row)
+            worst = (found - wanted).abs().amax((1, 2))
+            token = int(worst.nan_to_num(torch.inf).argmax())
+            if not worst[token] <= TOLERANCE[self.case.dtype]:
+                raise CheckFailed(
+                    f"row {row} (context {before} + {count} tokens): token {token} is off by {worst[token]:.2g}, over "
+                    f"{TOLERANCE[self.case.dtype]:.0e} for {self.case.dtype}; {_hint(found[token])}. Case: {self.case}"
+                )
+            first += count
+        if not out_TNH[first:].isfinite().all():
+            raise CheckFailed("a padding token's output is not finite")
+
+    def _definition(self, q_QNH: torch.Tensor, row: int) -> torch.Tensor:
+        case = self.case
+        group = case.num_heads // case.num_kv_heads
+        k_SNH = self.keys[row].double().repeat_interleave(group, 1)
+        v_SNH = self.values[row].double().repeat_interleave(group, 1)
+        scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5
+        if case.softcap is not None:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        num_q, num_ctx = scores.shape[1:]
+        distance = torch.arange(num_ctx - num_q, num_ctx)[:, None] - torch.arange(num_ctx)
+        seen = (distance >= 0) & (distance < (case.sliding_window or num_ctx + 1))
+        return torch.einsum("nqs,snh->qnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_SNH)
+
+
+def _hint(found_NH: torch.Tensor) -> str:
+    if found_NH.isnan().any():
+        return "it holds NaN: a slot that nobody wrote was read, or the output was not written"
+    return "its values are finite: a wrong block, position, mask or scale"
