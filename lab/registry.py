@@ -7,10 +7,9 @@ when it is chosen, or when its declarations (`Options`, `capabilities`) use more
 Where plugins come from: the `plugins/` folder beside this package; folders inside `lab` for the small kinds; the user's
 folders (`--plugins=DIR`, LAB_PLUGIN_PATH); the entry points `lab.plugins` of installed packages; classes registered at run
 time. Two sources that claim one name are an error. A file that cannot be parsed or imported is listed as broken, with its
-own traceback when it is chosen.
+own traceback when it is chosen. Folders and packages may ship configuration too: DIR/conf, and entry points `lab.conf`.
 """
 
-import ast
 import dataclasses
 import hashlib
 import importlib
@@ -19,19 +18,31 @@ import os
 import sys
 import traceback
 import types
-import typing
-from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lab.capabilities import Capabilities
-from lab.errors import UserError, unknown
+from lab.errors import UserError, nearest, unknown
+from lab.plugin_source import Found, NoOptions, first_line, read_plugins
+from lab.typed import from_plain
 
 FOLDER_OF_KIND = {"attention": "attention", "spec": "spec_decode", "quant": "quant", "moe": "moe"}
 SMALL_KINDS = {"policy": "sched/policies", "sink": "metrics/sinks", "workload": "bench/workloads"}
 KINDS = (*FOLDER_OF_KIND, *SMALL_KINDS)
+CONTRACTS = {
+    "attention": "Attention",
+    "spec": "Proposer",
+    "quant": "Quant",
+    "moe": "Moe",
+    "policy": "Policy",
+    "sink": "Sink",
+    "workload": "Workload",
+}
+RESERVED = "auto"  # what a user writes to let the capabilities decide
 ENTRY_POINT_GROUP = "lab.plugins"
+CONF_ENTRY_POINT_GROUP = "lab.conf"
 PATH_VARIABLE = "LAB_PLUGIN_PATH"
 
 LAB_DIR = Path(__file__).resolve().parent
@@ -44,11 +55,6 @@ class BrokenPlugin(UserError):
     """A plugin's file cannot be imported; the message carries its own traceback."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """The options of a plugin that declares none."""
-
-
 @dataclasses.dataclass
 class Entry:
     """One plugin: where it is, and what can be known of it without importing it."""
@@ -57,10 +63,10 @@ class Entry:
     name: str
     module: str
     class_name: str
-    path: Path | None  # None: an entry point, or registered at run time
+    path: Path | None  # None: registered at run time, or a package whose file is not known before its import
     source: str  # built-in | folder | package | runtime
     doc: str = ""
-    broken: str | None = None  # the traceback of a file that does not parse
+    broken: str | None = None  # the error of a file that does not parse
     cls: type | None = None
     static_options: type | None = None
     static_capabilities: Capabilities | None = None
@@ -70,14 +76,19 @@ class Entry:
         if self.cls is None:
             if self.broken:
                 raise BrokenPlugin(f"{self.kind} plugin '{self.name}' ({self.path}) is broken:\n{self.broken}")
+            before = set(_entries)
             try:
-                self.cls = getattr(importlib.import_module(self.module), self.class_name)
+                cls = getattr(importlib.import_module(self.module), self.class_name)
             except Exception:  # noqa: BLE001 - a plugin's import may fail in any way; nothing of it is swallowed
                 sys.modules.pop(self.module, None)
+                for key in set(_entries) - before:
+                    del _entries[key]  # a half-imported file leaves nothing behind
                 raise BrokenPlugin(
                     f"{self.kind} plugin '{self.name}' ({self.path or self.module}) cannot be imported:\n"
                     f"{traceback.format_exc()}"
                 ) from None
+            _check_contract(self, cls)
+            self.cls = cls
         return self.cls
 
     @property
@@ -90,13 +101,36 @@ class Entry:
         return self.static_capabilities or getattr(self.load(), "capabilities", Capabilities())
 
     @property
+    def option_names(self) -> list[str]:
+        return [f.name for f in dataclasses.fields(self.options) if f.init]
+
+    @property
+    def known_option_names(self) -> list[str]:
+        """The names of the options as far as they are known without importing the plugin."""
+        return self.option_names if self.static_options or self.cls else []
+
+    @property
     def digest(self) -> str:
         """A short hash of the plugin's source, for the record of a run; empty when it has no file."""
         return hashlib.blake2b(self.path.read_bytes(), digest_size=8).hexdigest() if self.path else ""
 
+    def make_options(self, given: Mapping[str, Any]) -> Any:
+        """An instance of the plugin's `Options`. Raises UserError for an unknown option, or a value of the wrong type."""
+        names = self.option_names
+        for name in given:
+            if name not in names:
+                guess = nearest(str(name), names)
+                hint = f" Did you mean '{guess}'?" if guess else ""
+                raise UserError(
+                    f"{self.kind} plugin '{self.name}' has no option '{name}'.{hint}\n"
+                    f"Available: {', '.join(names) or 'none, it takes no options'}."
+                )
+        return from_plain(self.options, given, self.kind)
+
 
 _entries: dict[tuple[str, str], Entry] = {}
 _seen_roots: set[Path] = set()
+_user_roots: list[Path] = []
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
@@ -104,17 +138,16 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
     Raises UserError for an unknown kind, or when another class has the name already.
     """
-    if kind not in KINDS:
-        raise unknown("kind of plugin", kind, KINDS)
+    _check_label(kind, name, "register")
 
     def decorate(cls: T) -> T:
         cls.kind, cls.name = kind, name
         known = _entries.get((kind, name))
         if known is None:
-            entry = Entry(kind, name, cls.__module__, cls.__qualname__, None, "runtime", _first_line(cls.__doc__), cls=cls)
+            entry = Entry(kind, name, cls.__module__, cls.__qualname__, None, "runtime", first_line(cls.__doc__), cls=cls)
             _entries[kind, name] = entry
         elif known.source == "runtime":
-            known.cls = cls  # a notebook cell run again
+            known.cls, known.module, known.doc = cls, cls.__module__, first_line(cls.__doc__)  # a notebook cell run again
         elif known.module != cls.__module__ and known.source != "package":
             raise _claimed_twice(known, f"module {cls.__module__}")
         return cls
@@ -124,11 +157,11 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 
 def discover(folders: Iterable[str | Path] = ()) -> None:
     """Find every plugin of every source; idempotent. Raises UserError for a missing folder or a name claimed twice."""
-    _mount("plugins", BUILTIN_DIR)
-    for kind, folder in FOLDER_OF_KIND.items():
-        _scan(BUILTIN_DIR / folder, f"plugins.{folder}", "built-in", kind)
-    for kind, folder in SMALL_KINDS.items():
-        _scan(LAB_DIR / folder, "lab." + folder.replace("/", "."), "built-in", kind)
+    package = _mount_builtin()
+    for folder in FOLDER_OF_KIND.values():
+        _scan(BUILTIN_DIR / folder, f"{package}.{folder}", "built-in")
+    for folder in SMALL_KINDS.values():
+        _scan(LAB_DIR / folder, "lab." + folder.replace("/", "."), "built-in")
     listed = os.environ.get(PATH_VARIABLE, "")
     for folder in [*(f for f in listed.split(os.pathsep) if f), *folders]:
         root = Path(folder).expanduser().resolve()
@@ -136,8 +169,11 @@ def discover(folders: Iterable[str | Path] = ()) -> None:
             raise UserError(f"plugin folder '{folder}' does not exist.")
         package = "lab_user_" + hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
         _mount(package, root)
-        _scan(root, package, "folder", None)
-    _scan_entry_points()
+        _scan(root, package, "folder")
+        if root not in _user_roots:
+            _user_roots.append(root)
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        _add_entry_point(point)
 
 
 def entries(kind: str | None = None) -> list[Entry]:
@@ -155,6 +191,20 @@ def get(kind: str, name: str) -> Entry:
     return _entries[kind, name]
 
 
+def conf_paths() -> list[str]:
+    """Where the user's folders and installed packages keep configuration, in the form of Hydra's search path."""
+    paths = [f"file://{root / 'conf'}" for root in _user_roots if (root / "conf").is_dir()]
+    return paths + [f"pkg://{point.value}" for point in entry_points(group=CONF_ENTRY_POINT_GROUP)]
+
+
+def _mount_builtin() -> str:
+    """Mount plugins/ under its own name, unless the program that imports lab has another package of that name."""
+    taken = sys.modules.get("plugins")
+    package = "plugins" if taken is None or str(BUILTIN_DIR) in map(str, getattr(taken, "__path__", ())) else "lab_plugins"
+    _mount(package, BUILTIN_DIR)
+    return package
+
+
 def _mount(package: str, root: Path) -> None:
     """Make `root` importable as `package` without touching sys.path, whatever the working folder holds."""
     if package not in sys.modules:
@@ -163,116 +213,93 @@ def _mount(package: str, root: Path) -> None:
         sys.modules[package] = module
 
 
-def _scan(root: Path, package: str, source: str, folder_kind: str | None) -> None:
+def _scan(root: Path, package: str, source: str) -> None:
+    """Add the plugins of a folder: all of them, or, when one is in the way, none."""
     if root in _seen_roots:
         return
-    _seen_roots.add(root)
+    added: dict[tuple[str, str], Entry] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if any(part.startswith((".", "_")) and part != "__init__" for part in parts):
+        if any(part.startswith((".", "_")) and part != "__init__" or part == "site-packages" for part in parts):
             continue
-        if parts[-1] == "__init__":
-            parts = parts[:-1]
-        module = ".".join((package, *parts))
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        except (SyntaxError, UnicodeDecodeError):
-            kind = folder_kind or next((k for k, f in FOLDER_OF_KIND.items() if f in parts), "attention")
-            _add(Entry(kind, path.stem, module, "", path, source, broken=traceback.format_exc(limit=0)))
-            continue
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                for kind, name in _registrations(node):
-                    _add(_static_entry(tree, node, kind, name, module, path, source))
+        module = ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+        for found in read_plugins(path, set(CONTRACTS.values())):
+            _check_label(found.kind, found.name, str(path))
+            entry = _entry(found, module, path, source)
+            known = added.get((entry.kind, entry.name)) or _entries.get((entry.kind, entry.name))
+            if known is not None and known.source != "runtime":
+                raise _claimed_twice(known, f"{path}{', which cannot be parsed' if entry.broken else ''}")
+            added[entry.kind, entry.name] = entry
+    _entries.update(added)
+    _seen_roots.add(root)
 
 
-def _scan_entry_points() -> None:
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        kind, _, name = point.name.partition(".")
-        if kind not in KINDS or not name:
-            raise UserError(
-                f"entry point '{point.name}' of {ENTRY_POINT_GROUP}: its name must be KIND.NAME, e.g. attention.mine."
-            )
-        module, _, class_name = point.value.partition(":")
-        if not class_name:
-            raise UserError(f"entry point '{point.name}' of {ENTRY_POINT_GROUP}: its value must be module:Class.")
-        known = _entries.get((kind, name))
-        if known is None or known.module != module:
-            _add(Entry(kind, name, module, class_name, None, "package"))
+def _entry(found: Found, module: str, path: Path | None, source: str) -> Entry:
+    return Entry(
+        found.kind,
+        found.name,
+        module,
+        found.class_name,
+        path,
+        source,
+        found.doc,
+        found.broken,
+        static_options=found.options,
+        static_capabilities=found.capabilities,
+    )
 
 
-def _add(entry: Entry) -> None:
-    known = _entries.get((entry.kind, entry.name))
+def _add_entry_point(point: EntryPoint) -> None:
+    where = f"entry point '{point.name}' of {ENTRY_POINT_GROUP}"
+    kind, _, name = point.name.partition(".")
+    if not name:
+        raise UserError(f"{where}: its name must be KIND.NAME, e.g. attention.mine.")
+    _check_label(kind, name, where)
+    module, _, class_name = point.value.partition(":")
+    if not class_name:
+        raise UserError(f"{where}: its value must be module:Class.")
+    known = _entries.get((kind, name))
+    if known is not None and known.source == "package" and known.module == module:
+        return
     if known is not None and known.source != "runtime":
-        raise _claimed_twice(known, str(entry.path or entry.module))
-    if known is None:
-        _entries[entry.kind, entry.name] = entry
+        raise _claimed_twice(known, f"{where} ({point.value})")
+    path = _source_file(module)
+    described = [f for f in read_plugins(path, set(CONTRACTS.values())) if (f.kind, f.name) == (kind, name)] if path else []
+    found = described[0] if described else Found(kind, name)
+    _entries[kind, name] = _entry(dataclasses.replace(found, class_name=class_name), module, path, "package")
+
+
+def _source_file(module: str) -> Path | None:
+    """The file of an installed module, found without importing any part of it; None when it is not a plain file."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin.endswith(".py") else None
+    base = Path(spec.origin).parent.joinpath(*rest)
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+
+
+def _check_label(kind: str, name: str, where: str) -> None:
+    if kind not in KINDS:
+        error = unknown("kind of plugin", kind, KINDS)
+        raise UserError(f"{where}: {error}")
+    if name == RESERVED or not name.replace("_", "").replace("-", "").isalnum():
+        raise UserError(f"{where}: '{name}' cannot name a plugin: letters, digits, - and _ only, and '{RESERVED}' is taken.")
+
+
+def _check_contract(entry: Entry, cls: type) -> None:
+    """Refuse a class that is not what its kind asks for. Raises BrokenPlugin naming what is missing."""
+    base = CONTRACTS[entry.kind]
+    contract = getattr(importlib.import_module(f"lab.contracts.{entry.kind}"), base)
+    label = f"{entry.kind} plugin '{entry.name}' ({entry.path or entry.module})"
+    if not (isinstance(cls, type) and issubclass(cls, contract)):
+        raise BrokenPlugin(f"{label}: {entry.class_name} must derive from lab.api.{base}.")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise BrokenPlugin(f"{label}: {entry.class_name} lacks {', '.join(missing)}.")
 
 
 def _claimed_twice(known: Entry, other: str) -> UserError:
     return UserError(f"{known.kind} plugin '{known.name}' is claimed twice: by {known.path or known.module} and by {other}.")
-
-
-def _registrations(node: ast.ClassDef) -> list[tuple[str, str]]:
-    found = []
-    for decorator in node.decorator_list:
-        if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func).rpartition(".")[2] != "register":
-            continue
-        values = [a.value for a in decorator.args if isinstance(a, ast.Constant)]
-        values += [k.value.value for k in decorator.keywords if isinstance(k.value, ast.Constant)]
-        if len(values) == 2 and values[0] in KINDS:
-            found.append((values[0], values[1]))
-    return found
-
-
-def _static_entry(tree: ast.Module, node: ast.ClassDef, kind: str, name: str, module: str, path: Path, source: str) -> Entry:
-    entry = Entry(kind, name, module, node.name, path, source, _first_line(ast.get_docstring(node)))
-    declared = [n for n in node.body if _declares(n) in ("Options", "capabilities")]
-    present = {_declares(n) for n in declared}
-    try:
-        namespace = _evaluate(tree, declared)
-    except (NameError, AttributeError, TypeError):
-        return entry  # its declarations need its imports: they are read when the class is loaded
-    plain_base = all(
-        ast.unparse(b) in ("Attention", "Proposer", "Quant", "Moe", "Policy", "Sink", "Workload") for b in node.bases
-    )
-    if "Options" in present or plain_base:  # another base may declare them
-        entry.static_options = namespace.get("Options", NoOptions)
-    if "capabilities" in present or plain_base:
-        entry.static_capabilities = namespace.get("capabilities", Capabilities())
-    return entry
-
-
-def _declares(node: ast.stmt) -> str | None:
-    if isinstance(node, ast.ClassDef):
-        return node.name
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return node.target.id
-    return None
-
-
-def _evaluate(tree: ast.Module, declared: list[ast.stmt]) -> dict[str, Any]:
-    """Run just the declarations, with the file's literal constants and the names a declaration may use."""
-    namespace: dict[str, Any] = {
-        "__name__": "lab_static",
-        "Capabilities": Capabilities,
-        "dataclass": dataclasses.dataclass,
-        "dataclasses": dataclasses,
-        "field": dataclasses.field,
-        "frozenset": frozenset,
-        **{n: getattr(typing, n) for n in ("Any", "ClassVar", "Literal", "Optional", "Union")},
-    }
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                namespace[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue
-    exec(compile(ast.Module(declared, type_ignores=[]), "<plugin declarations>", "exec"), namespace)  # noqa: S102
-    return namespace
-
-
-def _first_line(doc: str | None) -> str:
-    return (doc or "").strip().split("\n")[0]

@@ -6,6 +6,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lab.errors import UserError, unknown
+from lab.sampling_params import SamplingParams
+
+GOODPUT_LIMITS = ("ttft", "tpot", "e2e")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -14,6 +19,11 @@ class ModelSettings:
     max_model_len: int | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError("model.path is empty: give a name of conf/model, a folder, a .gguf file or a hub id.")
+        _at_least("model.max_model_len", self.max_model_len, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,15 @@ class CacheSettings:
     enable_prefix_caching: bool = True
     hash_algo: Literal["blake2b", "sha256"] = "blake2b"
 
+    def __post_init__(self) -> None:
+        _at_least("cache.block_size", self.block_size, 1)
+        _at_least("cache.num_blocks", self.num_blocks, 1)
+        _at_least("cache.memory_bytes", self.memory_bytes, 1)
+        if not 0 < self.memory_utilization <= 1:
+            raise UserError(f"cache.memory_utilization must be over 0 and at most 1; got {self.memory_utilization:g}.")
+        if self.num_blocks is not None and self.memory_bytes is not None:
+            raise UserError("cache.num_blocks and cache.memory_bytes both fix the size of the cache: give one of them.")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -36,6 +55,11 @@ class SchedulerSettings:
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
     batching: Literal["continuous", "static"] = "continuous"
+
+    def __post_init__(self) -> None:
+        _at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
+        _at_least("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +84,9 @@ class DebugSettings:
 
     preempt_every: int = 0  # preempt one running request every so many steps; 0 is never
     check_integrity: bool = False  # verify every invariant of the block manager after each step
+
+    def __post_init__(self) -> None:
+        _at_least("debug.preempt_every", self.preempt_every, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +114,20 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     num_threads: int | None = None  # None: the machine's cores
+
+    def __post_init__(self) -> None:
+        """Raises UserError by dotted name for what no run could use."""
+        SamplingParams.from_mapping(self.sampling)
+        for name, limit_ms in self.goodput.items():
+            if name not in GOODPUT_LIMITS:
+                raise unknown("limit of goodput", name, GOODPUT_LIMITS)
+            if not limit_ms > 0:
+                raise UserError(f"goodput.{name} must be over 0 ms; got {limit_ms:g}.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed must be from 0 to 2**63 - 1; got {self.seed}.")
+        _at_least("num_threads", self.num_threads, 1)
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise UserError(f"{name} must be at least {low}; got {value}.")

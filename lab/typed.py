@@ -63,7 +63,7 @@ def describe(hint: Any) -> str:
     if hint is Any:
         return "any value"
     if origin is Literal:
-        return "one of " + ", ".join(_show(a) for a in args)
+        return "one of " + ", ".join(str(a) for a in args)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
     if origin in (list, tuple) and args:
@@ -103,7 +103,7 @@ def _literal(allowed: tuple, value: Any, where: str) -> Any:
             return value
     guess = nearest(value, [a for a in allowed if isinstance(a, str)]) if isinstance(value, str) else None
     hint = f" Did you mean '{guess}'?" if guess else ""
-    raise UserError(f"{where} must be one of {', '.join(_show(a) for a in allowed)}; got {_show(value)}.{hint}")
+    raise UserError(f"{where} must be one of {', '.join(str(a) for a in allowed)}; got {_show(value)}.{hint}")
 
 
 def _union(hint: Any, members: tuple, value: Any, where: str) -> Any:
