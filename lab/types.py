@@ -55,6 +55,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # prompt + accepted output; append-only
     num_computed: int = 0  # tokens whose keys and values are in the cache once the submitted steps are done
     num_in_flight: int = 0  # tokens that submitted steps may still add, drafts counted as accepted
+    num_prefill: int = 0  # tokens it had at its last admission: until so many are computed it has nothing to sample
+    max_len: int = 0  # tokens in all at which it ends, by max_tokens or the context limit
+    num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been passed on
     draft_ids: list[int] = field(default_factory=list)  # to be verified in the next step
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     scheduled_s: float | None = None  # first admission into a step, on the engine's clock
