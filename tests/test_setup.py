@@ -217,7 +217,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(fresh, tmp_path):
 def test_an_unsuitable_python_is_refused(fresh, tmp_path):
     only = tools(tmp_path / "bin")
     old = only / "python3"
-    old.write_text("#!/bin/sh\necho Python 3.9.2\nexit 1\n")
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2\n')
     old.chmod(0o755)
     refused = script(fresh, "setup", LAB_PYTHON=str(old))
     assert refused.returncode == 1
