@@ -1,0 +1,178 @@
+"""From edited logits to the distribution that tokens are drawn from: temperature, top_k, top_p, min_p.
+
+The rules, in this order:
+
+- temperature divides the logits.
+- top_k keeps the k most likely tokens; among equals at the edge the lower ids.
+- top_p keeps the smallest set of most likely tokens whose share of what top_k left is at least p, one token at least.
+  From TOP_P_OFF on it is off: the excluded share would be smaller than the rounding of float32 probabilities.
+- min_p keeps tokens at least min_p times as likely as the most likely one.
+
+Rows with neither top_k nor top_p need no order among tokens and stay a vocabulary wide. The others are cut to a few
+candidates first; only a row whose nucleus is wider than NUCLEUS_CANDIDATES is sorted as a whole. Which way a row takes,
+and every number on it, depends on that row alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab.sample.ordering import block_sums, pick, pick_short, top
+
+TOP_P_OFF = 1.0 - 2.0**-20
+NUCLEUS_CANDIDATES = 128  # holds nearly every nucleus of a language model
+MOST_CANDIDATES = 1024  # a larger top_k sorts the row
+ROWS_AT_ONCE = {"cpu": 16}  # of vocabulary-wide work: there its temporaries stay in the processor's cache
+ROWS_AT_ONCE_ELSEWHERE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """The parameters of each row, on the host: float64 and int64 of shape W. top_k <= 0 keeps all."""
+
+    temperature_W: np.ndarray
+    top_k_W: np.ndarray
+    top_p_W: np.ndarray
+    min_p_W: np.ndarray
+
+    def __getitem__(self, index: np.ndarray | slice) -> "Filters":
+        return Filters(self.temperature_W[index], self.top_k_W[index], self.top_p_W[index], self.min_p_W[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the filters leave of some rows: weights proportional to probabilities, zero for what was dropped.
+
+    ids_GK is None when column v of the weights is token v; else the columns are in order of likelihood.
+    """
+
+    rows_G: np.ndarray
+    weights_GK: Tensor  # float32 for whole rows, float64 for candidates
+    ids_GK: Tensor | None
+
+
+def sample(x_WV: Tensor, filters: Filters, uniform_W: np.ndarray) -> np.ndarray:
+    """Draw one token id for each row: int64 of shape W.
+
+    Args:
+        x_WV: float32 logits with everything but these filters done; left as they are.
+        uniform_W: float64 in [0, 1), one for each row; the same number always gives the same token.
+    """
+    tokens_W = np.empty(len(x_WV), np.int64)
+    for kept in kept_tokens(x_WV, filters):
+        uniform_G = torch.from_numpy(uniform_W[kept.rows_G]).to(x_WV.device)
+        if kept.ids_GK is None:
+            tokens_G = pick(kept.weights_GK, uniform_G)
+        else:
+            index_G = pick_short(kept.weights_GK, uniform_G * kept.weights_GK.cumsum(-1)[:, -1])
+            tokens_G = kept.ids_GK.gather(1, index_G.unsqueeze(1)).squeeze(1)
+        tokens_W[kept.rows_G] = tokens_G.cpu().numpy()
+    return tokens_W
+
+
+def probabilities(x_WV: Tensor, filters: Filters) -> Tensor:
+    """The whole target distribution of each row: float32 of the shape of x_WV, zero for what the filters drop."""
+    probs_WV = torch.zeros_like(x_WV)
+    for kept in kept_tokens(x_WV, filters):
+        rows_G = torch.from_numpy(kept.rows_G).to(x_WV.device)
+        share_GK = (kept.weights_GK / kept.weights_GK.sum(-1, keepdim=True, dtype=torch.float64)).float()
+        if kept.ids_GK is None:
+            probs_WV[rows_G] = share_GK
+        else:
+            probs_WV[rows_G.unsqueeze(1), kept.ids_GK] = share_GK
+    return probs_WV
+
+
+def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
+    """Apply the filters; the rows come in groups, each row in exactly one."""
+    narrow_W = (filters.top_k_W > 0) | (filters.top_p_W < TOP_P_OFF)
+    yield from _whole_rows(x_WV, filters, np.flatnonzero(~narrow_W))
+    need_W = np.where(filters.top_k_W > 0, filters.top_k_W, NUCLEUS_CANDIDATES)
+    few_W = narrow_W & (need_W <= min(MOST_CANDIDATES, x_WV.shape[1]))
+    sorted_W = narrow_W & ~few_W
+    if few_W.any():
+        rows_G = np.flatnonzero(few_W)
+        kept, enough_G = _candidates(_take(x_WV, rows_G), filters[rows_G], int(need_W[rows_G].max()))
+        sorted_W[rows_G[~enough_G]] = True
+        if enough_G.any():
+            index = torch.from_numpy(np.flatnonzero(enough_G)).to(x_WV.device)
+            yield Kept(rows_G[enough_G], kept.weights_GK[index], kept.ids_GK[index])
+    for rows_G in _parts(np.flatnonzero(sorted_W), x_WV):
+        kept, _ = _candidates(_take(x_WV, rows_G), filters[rows_G], x_WV.shape[1])
+        yield Kept(rows_G, kept.weights_GK, kept.ids_GK)
+
+
+def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> Tensor:
+    """exp((x - maximum) / temperature): float32, 1 for the most likely token, so neither overflow nor NaN can occur."""
+    inverse_W1 = torch.from_numpy(1.0 / temperature_W).to(x_WV.device, torch.float32).unsqueeze(1)
+    return (x_WV - maximum_W1).mul_(inverse_W1).exp_()
+
+
+def row_maximum(x_WV: Tensor) -> Tensor:
+    """The largest logit of each row, shape W x 1; finite even where all are -inf."""
+    return x_WV.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+
+
+def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Kept]:
+    for rows_G in _parts(rows, x_WV):
+        x_GV = _take(x_WV, rows_G)
+        weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], row_maximum(x_GV))
+        min_p_G = filters.min_p_W[rows_G]
+        if min_p_G.any():
+            weights_GV.masked_fill_(weights_GV < torch.from_numpy(min_p_G).to(weights_GV).unsqueeze(1), 0.0)
+        yield Kept(rows_G, weights_GV, None)
+
+
+def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Kept, np.ndarray]:
+    """Filter the `num` most likely tokens of each row, and say for which rows these were enough.
+
+    Sums run in float64 over tokens in order of likelihood, so they do not depend on `num`.
+    """
+    values_GK, ids_GK = top(x_GV, num)
+    maximum_G1 = values_GK[:, :1].clamp(min=torch.finfo(torch.float32).min)
+    weights_GK = weights_of(values_GK, filters.temperature_W, maximum_G1).double()
+    top_k_G1 = _column(np.where(filters.top_k_W > 0, filters.top_k_W, x_GV.shape[1]), x_GV)
+    weights_GK.masked_fill_(torch.arange(num, device=x_GV.device) >= top_k_G1, 0.0)
+    running_GK = weights_GK.cumsum(-1)
+    total_G1 = running_GK[:, -1:].clone()
+    nucleus = np.flatnonzero(filters.top_k_W <= 0)
+    if len(nucleus):
+        total_G1[torch.from_numpy(nucleus).to(x_GV.device)] = _totals(x_GV, filters.temperature_W, maximum_G1, nucleus)
+    top_p_G = np.where(filters.top_p_W < TOP_P_OFF, filters.top_p_W, 2.0)  # no share is 2: nothing is dropped
+    edge_G1 = _column(top_p_G, x_GV) * total_G1
+    enough_G = (running_GK[:, -1:] >= edge_G1).squeeze(1).cpu().numpy() | (filters.top_k_W > 0)
+    weights_GK.masked_fill_(running_GK - weights_GK >= edge_G1, 0.0)
+    weights_GK.masked_fill_(weights_GK < _column(filters.min_p_W, x_GV), 0.0)
+    return Kept(np.arange(len(x_GV)), weights_GK, ids_GK), enough_G
+
+
+def _totals(x_GV: Tensor, temperature_G: np.ndarray, maximum_G1: Tensor, rows: np.ndarray) -> Tensor:
+    """The sum of the weights of all tokens for some rows: float64 of shape len(rows) x 1."""
+    totals = []
+    for part in _parts(rows, x_GV):
+        index = torch.from_numpy(part).to(x_GV.device)
+        weights_XV = weights_of(_take(x_GV, part), temperature_G[part], maximum_G1[index])
+        totals.append(block_sums(weights_XV).sum(-1, keepdim=True))
+    return torch.cat(totals)
+
+
+def _parts(rows: np.ndarray, x_WV: Tensor) -> Iterator[np.ndarray]:
+    """The rows in parts of a size that suits the device."""
+    size = ROWS_AT_ONCE.get(x_WV.device.type, ROWS_AT_ONCE_ELSEWHERE)
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
+def _column(values_G: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values_G).to(like.device).unsqueeze(1)
+
+
+def _take(x_WV: Tensor, rows: np.ndarray) -> Tensor:
+    """The given rows, without a copy when they are consecutive."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == len(rows) - 1:
+        return x_WV[first : last + 1]
+    return x_WV[torch.from_numpy(rows).to(x_WV.device)]

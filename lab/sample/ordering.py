@@ -1,0 +1,134 @@
+"""Order among the tokens of a row, the same on every device: larger logit first, and among equals the lower id.
+
+Rows are a vocabulary long and only few of their entries matter, so a row is first reduced to the maxima (or sums) of
+blocks, in one pass at memory speed, and the exact work is done inside the few blocks that can hold the answer.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ARGMAX_BLOCK = 128
+SUM_BLOCK = 256
+LARGEST_BLOCK = 64  # of `top`
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def first_argmax(x_LV: Tensor) -> Tensor:
+    """The id of the largest entry of each row, the lowest one among equals: int64 of shape L."""
+    if x_LV.shape[1] <= 2 * ARGMAX_BLOCK:
+        return x_LV.argmax(-1)
+    block_L1 = _reduce_blocks(x_LV, ARGMAX_BLOCK, torch.amax).argmax(-1, keepdim=True)
+    ids_LB = _ids_of_blocks(block_L1, ARGMAX_BLOCK).clamp_(max=x_LV.shape[1] - 1)
+    return ids_LB.gather(1, x_LV.gather(1, ids_LB).argmax(-1, keepdim=True)).squeeze(1)
+
+
+def top(x_WV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` largest entries of each row in order: values (float32) and ids (int64), both of shape W x num.
+
+    Every one of the `num` largest entries lies in one of the `num` blocks that come first when blocks are ordered by their
+    maxima, so two small sorts replace one over the vocabulary. Ids are part of the sorted keys: the result does not depend
+    on the algorithm that sorts them.
+    """
+    vocab_size = x_WV.shape[1]
+    assert 0 < num <= vocab_size, f"top {num} of {vocab_size}"
+    block = _block_for_top(vocab_size, num)
+    if block == 1:
+        ids_WX = torch.arange(vocab_size, device=x_WV.device).expand(x_WV.shape)
+        values_WX = x_WV
+    else:
+        maxima_WX = _reduce_blocks(x_WV, block, torch.amax)
+        blocks_WX = torch.arange(maxima_WX.shape[1], device=x_WV.device).expand(maxima_WX.shape)
+        ids_WX = _ids_of_blocks(_first_ids(maxima_WX, blocks_WX, num), block)
+        values_WX = _gather_inside(x_WV, ids_WX, -torch.inf)
+    ids_WK = _first_ids(values_WX, ids_WX, num)
+    return x_WV.gather(1, ids_WK), ids_WK
+
+
+def num_larger(x_WV: Tensor, value_W1: Tensor) -> Tensor:
+    """How many entries of each row are strictly larger than the row's value: int64 of shape W."""
+    larger_WV = (x_WV > value_W1).view(torch.uint8)  # a block holds fewer than 256 of them, so uint8 cannot overflow
+    return _reduce_blocks(larger_WV, ARGMAX_BLOCK, _sum_uint8).sum(-1, dtype=torch.int64)
+
+
+def block_sums(weights_WV: Tensor) -> Tensor:
+    """Sums of consecutive blocks of SUM_BLOCK entries, in float64: shape W x number of blocks."""
+    return _reduce_blocks(weights_WV, SUM_BLOCK, torch.sum).double()
+
+
+def pick(weights_WV: Tensor, uniform_W: Tensor) -> Tensor:
+    """Draw one id from each row by inverse CDF over ids: the first whose running sum exceeds uniform * total.
+
+    The search runs over block sums and then inside one block, in float64. The comparison is strict, so an entry of weight
+    zero is never chosen; where rounding makes a block's entries sum to less than the block's sum, the last entry of
+    positive weight is taken, so the search never runs off the end.
+
+    Args:
+        weights_WV: float32, not negative, each row with a positive sum; they need not sum to one.
+        uniform_W: float64 in [0, 1).
+    """
+    running_WX = block_sums(weights_WV).cumsum(-1)
+    target_W1 = uniform_W.unsqueeze(1) * running_WX[:, -1:]
+    block_W1 = (running_WX <= target_W1).sum(-1, keepdim=True).clamp_(max=running_WX.shape[1] - 1)
+    before_W1 = running_WX.gather(1, (block_W1 - 1).clamp_(min=0)).masked_fill_(block_W1 == 0, 0.0)
+    ids_WB = _ids_of_blocks(block_W1, SUM_BLOCK)
+    inside_W = pick_short(_gather_inside(weights_WV, ids_WB, 0.0).double(), (target_W1 - before_W1).squeeze(1))
+    return ids_WB.gather(1, inside_W.unsqueeze(1)).squeeze(1)
+
+
+def pick_short(weights_WK: Tensor, target_W: Tensor) -> Tensor:
+    """The first index whose running sum exceeds the row's target, or the last one of positive weight. Weights are float64."""
+    index_W = (weights_WK.cumsum(-1) <= target_W.unsqueeze(1)).sum(-1)
+    places_K = torch.arange(weights_WK.shape[1], device=weights_WK.device)
+    last_W = ((weights_WK > 0) * places_K).amax(-1)
+    return torch.minimum(index_W, last_W)
+
+
+def _block_for_top(vocab_size: int, num: int) -> int:
+    """A power of two near sqrt(vocab_size / num), which balances the two sorts; 1 when blocks would not pay."""
+    block = 1
+    while 2 * block <= LARGEST_BLOCK and 4 * block * block * num <= vocab_size:
+        block *= 2
+    return block if block >= 4 else 1
+
+
+def _sum_uint8(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim, dtype=torch.uint8)
+
+
+def _reduce_blocks(x_WV: Tensor, block: int, reduce) -> Tensor:
+    """Reduce consecutive blocks of a row; the last one may be shorter."""
+    whole = x_WV.shape[1] // block * block
+    parts = [reduce(x_WV[:, :whole].unflatten(1, (-1, block)), dim=-1)] if whole else []
+    if whole < x_WV.shape[1]:
+        parts.append(reduce(x_WV[:, whole:], dim=-1).unsqueeze(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _ids_of_blocks(blocks_WX: Tensor, block: int) -> Tensor:
+    """The ids that these blocks cover, which may reach past the vocabulary in its last block."""
+    return (blocks_WX.unsqueeze(-1) * block + torch.arange(block, device=blocks_WX.device)).flatten(1)
+
+
+def _gather_inside(x_WV: Tensor, ids_WX: Tensor, outside: float) -> Tensor:
+    """x at these ids, and `outside` for ids past the vocabulary."""
+    vocab_size = x_WV.shape[1]
+    values_WX = x_WV.gather(1, ids_WX.clamp(max=vocab_size - 1))
+    return values_WX.masked_fill_(ids_WX >= vocab_size, outside)
+
+
+def _first_ids(values_WX: Tensor, ids_WX: Tensor, num: int) -> Tensor:
+    """The ids of the `num` largest values in order, ties by id.
+
+    A value and its id make one int64 key that sorts ascending: the bits of the float, made monotone and inverted, above the
+    id. On the CPU numpy's vectorised sort is several times faster than torch's sort and topk.
+    """
+    bits_WX = (values_WX + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0
+    descending_WX = ~(bits_WX ^ ((bits_WX >> 31) & 0x7FFFFFFF))
+    keys_WX = (descending_WX.long() << 32) | ids_WX
+    if keys_WX.is_cpu:
+        first_WK = torch.from_numpy(np.sort(keys_WX.numpy(), axis=-1)[:, :num])
+    else:
+        first_WK = keys_WX.topk(num, largest=False, sorted=True).values
+    return first_WK & _LOW_32

@@ -1,0 +1,199 @@
+"""From logits to tokens for all rows of a step: edits, verification of drafts, sampling, log-probabilities.
+
+Each request's tokens depend on its own logits, parameters, history and seed alone: not on its row, on the requests beside
+it, on how its tokens were spread over steps, or on preemptions. Random numbers are counted by output position
+(lab/sample/randomness.py), the history is the sampler's own and is written as tokens come out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab.sample.filters import Filters, probabilities, sample
+from lab.sample.logprobs import token_logprobs
+from lab.sample.ordering import first_argmax
+from lab.sample.penalties import EditBatch, RowEdits
+from lab.sample.randomness import Purpose, uniforms
+from lab.sample.verify import accept, rejection_targets
+from lab.sampling_params import SamplingParams
+from lab.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """What came out, in the order of the rows asked for. `logprobs` is None when no row wants any."""
+
+    token_ids: list[list[int]]  # accepted drafts and one more token
+    logprobs: list[list[TokenLogprobs] | None] | None  # one per token, for the rows that want them
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which request and position each logit row stands for."""
+
+    rows_L: np.ndarray  # the request's row
+    offsets_L: np.ndarray  # drafts before it
+    positions_L: np.ndarray  # index among the request's outputs
+    starts: np.ndarray  # first logit row of each request
+
+
+class Sampler:
+    """Keeps what each row needs for sampling, and chooses the tokens of a step."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seeds_R = np.zeros(max_rows, np.uint64)
+        self._num_output_R = np.zeros(max_rows, np.int64)
+        self._greedy_R = np.zeros(max_rows, bool)
+        self._edited_R = np.zeros(max_rows, bool)
+        self._num_logprobs_R = np.full(max_rows, -1, np.int64)
+        self._filters = Filters(np.ones(max_rows), np.zeros(max_rows, np.int64), np.ones(max_rows), np.zeros(max_rows))
+        self._edits: dict[int, RowEdits] = {}
+
+    def add(
+        self, row: int, params: SamplingParams, seed: int, eos_ids: frozenset[int], token_ids: list[int], num_prompt: int
+    ) -> None:
+        """A request begins in this row, or resumes there with the outputs token_ids[num_prompt:]."""
+        self._seeds_R[row] = seed
+        self._num_output_R[row] = len(token_ids) - num_prompt
+        self._greedy_R[row] = params.greedy
+        self._num_logprobs_R[row] = -1 if params.logprobs is None else params.logprobs
+        filters = self._filters
+        filters.temperature_W[row] = 1.0 if params.greedy else params.temperature
+        filters.top_k_W[row], filters.top_p_W[row], filters.min_p_W[row] = params.top_k, params.top_p, params.min_p
+        self._edited_R[row] = RowEdits.wanted(params)
+        if self._edited_R[row]:
+            self._edits[row] = RowEdits(params, eos_ids, token_ids, num_prompt, self._vocab_size)
+        else:
+            self._edits.pop(row, None)
+
+    def remove(self, row: int) -> None:
+        """The request of this row is gone; nothing happens when there is none."""
+        self._edits.pop(row, None)
+        self._edited_R[row] = False
+
+    def run(
+        self,
+        logits_LV: Tensor,
+        rows: list[int],
+        num_drafts: list[int],
+        drafts: list[list[int]],
+        draft_probs: Tensor | None = None,
+    ) -> SampleOutput:
+        """Verify drafts and choose the next token of each row, and take the tokens into the rows' histories.
+
+        Args:
+            logits_LV: float32, request by request in the order of `rows`, 1 + num_drafts[i] logit rows each: the one after
+                the last known token first, then one after each draft. They are left as they are.
+            drafts: the draft tokens of each request.
+            draft_probs: of shape len(rows) x at least max(num_drafts) x V, the distributions that the drafts were drawn
+                from; None when each draft is a one-hot proposal.
+        """
+        layout = self._layout(rows, num_drafts)
+        assert logits_LV.shape == (len(layout.rows_L), self._vocab_size), f"logits of shape {tuple(logits_LV.shape)}"
+        rows_R = np.asarray(rows)
+        if (self._greedy_R[rows_R] & ~self._edited_R[rows_R]).all():
+            targets = first_argmax(logits_LV).tolist()
+        else:
+            targets = self._targets(logits_LV, layout, drafts, draft_probs).tolist()
+        token_ids = accept(targets, num_drafts, drafts)
+        self._num_output_R[rows_R] += [len(tokens) for tokens in token_ids]
+        for index in np.flatnonzero(self._edited_R[rows_R]):
+            self._edits[rows[index]].append(token_ids[index])
+        return SampleOutput(token_ids, self._logprobs(logits_LV, rows_R, layout.starts, token_ids))
+
+    def prompt_logprobs(self, logits_XV: Tensor, next_ids: list[int], num: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens that follow these prompt positions, each with `num` alternatives."""
+        return token_logprobs(logits_XV, next_ids, [num] * len(next_ids))
+
+    def _layout(self, rows: list[int], num_drafts: list[int]) -> _Layout:
+        sizes = np.asarray(num_drafts) + 1
+        starts = np.cumsum(sizes) - sizes
+        rows_L = np.repeat(np.asarray(rows), sizes)
+        offsets_L = np.arange(len(rows_L)) - np.repeat(starts, sizes)
+        return _Layout(rows_L, offsets_L, self._num_output_R[rows_L] + offsets_L, starts)
+
+    def _targets(self, logits_LV: Tensor, layout: _Layout, drafts: list[list[int]], draft_probs: Tensor | None) -> np.ndarray:
+        """The token of each logit row, on the supposition that the drafts before it are right."""
+        greedy_L, edited_L = self._greedy_R[layout.rows_L], self._edited_R[layout.rows_L]
+        targets_L = np.empty(len(greedy_L), np.int64)
+        if (greedy_L & ~edited_L).any():
+            targets_L[:] = first_argmax(logits_LV).cpu().numpy()
+        work = np.flatnonzero(~greedy_L | edited_L)
+        x_WV = logits_LV if len(work) == len(greedy_L) else logits_LV[self._index(work)]
+        if edited_L.any():
+            x_WV = x_WV.clone() if x_WV is logits_LV else x_WV
+            self._edit(x_WV, layout, drafts, work)
+        greedy_W = greedy_L[work]
+        if greedy_W.any():
+            targets_L[work] = first_argmax(x_WV).cpu().numpy()
+        drawn = work[~greedy_W]
+        if len(drawn):
+            x_WV = x_WV[self._index(np.flatnonzero(~greedy_W))] if greedy_W.any() else x_WV
+            filters = self._filters[layout.rows_L[drawn]]
+            targets_L[drawn] = sample(x_WV, filters, self._uniforms(layout, drawn, Purpose.SAMPLE))
+            if draft_probs is not None:
+                self._reject(targets_L, x_WV, filters, drawn, layout, drafts, draft_probs)
+        return targets_L
+
+    def _edit(self, x_WV: Tensor, layout: _Layout, drafts: list[list[int]], work: np.ndarray) -> None:
+        """Apply the edits of all requests to their logit rows among `work`, in place."""
+        place_L = np.full(len(layout.rows_L), -1)
+        place_L[work] = np.arange(len(work))
+        batch = EditBatch(self._vocab_size)
+        for start, draft_ids in zip(layout.starts.tolist(), drafts, strict=True):
+            row = int(layout.rows_L[start])
+            if self._edited_R[row]:
+                self._edits[row].add_to(batch, int(place_L[start]), int(self._num_output_R[row]), draft_ids)
+        batch.apply(x_WV)
+
+    def _reject(
+        self,
+        targets_L: np.ndarray,
+        x_WV: Tensor,
+        filters: Filters,
+        drawn: np.ndarray,
+        layout: _Layout,
+        drafts: list[list[int]],
+        draft_probs: Tensor,
+    ) -> None:
+        """Put rejection-sampled targets in the place of those of draft rows."""
+        request_L = np.repeat(np.arange(len(drafts)), np.diff(layout.starts, append=len(layout.rows_L)))
+        verified = np.array([i for i, row in enumerate(drawn) if layout.offsets_L[row] < len(drafts[request_L[row]])], np.int64)
+        if not len(verified):
+            return
+        rows_X = drawn[verified]
+        requests_X, offsets_X = request_L[rows_X], layout.offsets_L[rows_X]
+        targets_L[rows_X] = rejection_targets(
+            probabilities(x_WV[self._index(verified)], filters[verified]),
+            draft_probs[self._index(requests_X), self._index(offsets_X)].float(),
+            np.array([drafts[request][offset] for request, offset in zip(requests_X, offsets_X, strict=True)], np.int64),
+            self._uniforms(layout, rows_X, Purpose.ACCEPT),
+            self._uniforms(layout, rows_X, Purpose.RECOVER),
+        )
+
+    def _logprobs(
+        self, logits_LV: Tensor, rows_R: np.ndarray, starts: np.ndarray, token_ids: list[list[int]]
+    ) -> list[list[TokenLogprobs] | None] | None:
+        wanted = np.flatnonzero(self._num_logprobs_R[rows_R] >= 0).tolist()
+        if not wanted:
+            return None
+        chosen = [token for request in wanted for token in token_ids[request]]
+        lengths = [len(token_ids[request]) for request in wanted]
+        index = np.concatenate([starts[request] + np.arange(length) for request, length in zip(wanted, lengths, strict=True)])
+        nums = np.repeat(self._num_logprobs_R[rows_R[wanted]], lengths).tolist()
+        logits_XV = logits_LV if len(index) == len(logits_LV) else logits_LV[self._index(index)]
+        entries = iter(token_logprobs(logits_XV, chosen, nums))
+        found: list[list[TokenLogprobs] | None] = [None] * len(rows_R)
+        for request, length in zip(wanted, lengths, strict=True):
+            found[request] = [next(entries) for _ in range(length)]
+        return found
+
+    def _uniforms(self, layout: _Layout, logit_rows: np.ndarray, purpose: Purpose) -> np.ndarray:
+        return uniforms(self._seeds_R[layout.rows_L[logit_rows]], layout.positions_L[logit_rows], purpose)
+
+    def _index(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(index).to(self._device)

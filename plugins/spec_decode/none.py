@@ -1,0 +1,19 @@
+"""No speculation: one token per request and step."""
+
+from typing import Any
+
+from lab.api import Capabilities, Draft, Proposer, ProposeView, register
+
+
+@register("spec", "none")
+class NoDrafts(Proposer):
+    """Proposes nothing: plain decoding, the baseline that every proposer is compared with."""
+
+    capabilities = Capabilities(priority=1)
+    num_drafts = 0
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+
+    def propose(self, view: ProposeView) -> Draft:
+        return Draft([[] for _ in view.rows_R])
