@@ -1,0 +1,176 @@
+"""LLM: generate for a list of prompts and return when all are done."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lab.engine.frontend import Prompt
+from lab.engine.generation import Generation
+from lab.engine.request_output import RequestOutput
+from lab.engine.stack import Stack, build_stack, engine_metrics, settings_for
+from lab.errors import UserError
+from lab.sampling_params import SamplingParams
+from lab.settings import Settings
+
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model ready to generate; also a context manager.
+
+        with LLM("smollm2", attention="sdpa", overrides=["cache.block_size=32"]) as llm:
+            outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=16))
+
+    Not for use by two threads at once: see AsyncLLM.
+
+    Args:
+        model: a name from conf/model, a local folder, a .gguf file or a hub id; by default what the settings name.
+        attention, spec, quant, moe: plugins by name.
+        overrides: further settings in Hydra's syntax.
+        settings: ready settings, in place of all the above.
+
+    Raises:
+        UserError: for what the arguments get wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        attention: str | None = None,
+        spec: str | None = None,
+        quant: str | None = None,
+        moe: str | None = None,
+        overrides: Sequence[str] = (),
+        settings: Settings | None = None,
+    ) -> None:
+        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
+        self._stack: Stack | None = build_stack(settings_for(model, plugins, overrides, settings))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def settings(self) -> Settings:
+        return self._open_stack.settings
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers, None for a model without one."""
+        return self._open_stack.frontend.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts; the outputs are in their order.
+
+        Args:
+            prompts: strings, or mappings as `Frontend` takes them; or just one of them.
+            sampling_params: one for all or one for each; by default those of the settings.
+            progress: show a progress bar.
+
+        Raises:
+            UserError: when any prompt or parameter is wrong. None of the prompts has run then.
+        """
+        stack = self._open_stack
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        each = _one_for_each(sampling_params, len(prompts))
+        submissions = []
+        for i, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            with _naming_prompt(i, len(prompts)):
+                submissions.append(stack.frontend.prepare(prompt, params))
+        generations: list[Generation] = []
+        try:
+            for i, submission in enumerate(submissions):
+                with _naming_prompt(i, len(prompts)):
+                    generations.append(stack.outputs.submit(submission))
+            self._run(generations, progress)
+        finally:  # on Ctrl-C and on a refusal nothing is left behind; after a full run this ends nothing
+            for generation in generations:
+                stack.outputs.abort(generation)
+        return [generation.output() for generation in generations]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn for one conversation, or for each of a list of them, by the model's chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        return self.generate([{"messages": one} for one in conversations], sampling_params, progress=progress)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters of the engine since its start: requests, preemptions, prefix cache, KV blocks."""
+        return engine_metrics(self._open_stack)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing changed, while requests hold blocks."""
+        return self._open_stack.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give the model's memory back. More than once does no harm."""
+        if self._stack is not None:
+            stack, self._stack = self._stack, None
+            stack.engine.close()
+
+    @property
+    def _open_stack(self) -> Stack:
+        if self._stack is None:
+            raise UserError("this LLM is closed: make another one.")
+        return self._stack
+
+    def _run(self, generations: list[Generation], progress: bool) -> None:
+        stack = self._open_stack
+        with _progress(len(generations), progress) as advance:
+            num_done = 0
+            while num_done < len(generations):
+                changed = stack.outputs.process(stack.engine.step())
+                num_finished = sum(generation.finished for generation in changed)
+                num_done += num_finished
+                advance(num_finished)
+
+
+def _one_for_each(params: Params, num_prompts: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise UserError(f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}.")
+    if len(params) != num_prompts:
+        raise UserError(f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one for each.")
+    return list(params)
+
+
+@contextmanager
+def _naming_prompt(index: int, num_prompts: int) -> Iterator[None]:
+    """Puts the number of the prompt before the message of a UserError, where there are several."""
+    try:
+        yield
+    except UserError as error:
+        if num_prompts == 1:
+            raise
+        raise UserError(f"prompts[{index}]: {error}") from None
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of finished requests when `shown`; gives the function that moves it on."""
+    if not shown:
+        yield lambda num: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    with Progress("generating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda num: bar.advance(task, num)

@@ -1,0 +1,76 @@
+"""The model's tokenizer: loading, and its errors in our words."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from lab.errors import UserError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of transformers in `folder`; None when the folder has none.
+
+    Raises UserError when there is one that cannot be read.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        return None
+    from transformers import AutoTokenizer  # costs a second, which a model without tokenizer need not pay
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer in {folder} has no tokenizer.json (transformers' fast format), which lab needs.")
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The token ids of `text`. Raises UserError for a character that the vocabulary cannot spell."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers package raises the bare type, and nothing of ours does
+            raise
+        raise UserError(f"the tokenizer cannot encode {_shortened(text)}: {error}") from None
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+    """The token ids of a conversation by the model's chat template, ready for the assistant's turn.
+
+    Raises UserError when there is no template, when `messages` is not a list of role and content, or the template refuses it.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("messages need a chat template, and this model's tokenizer has none: send a prompt in its own format.")
+    if not messages:
+        raise UserError("messages is empty.")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise UserError(f"messages[{i}] must be {{'role': ..., 'content': ...}}, got {_shortened(message)}.")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"the model's chat template refuses these messages: {error}") from None
+    return encode(tokenizer, text, add_special_tokens=False)  # the template has written the special tokens
+
+
+def word_ids(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
+    """The ways a word is written at the beginning of a text and after a space, as token ids; empty when in neither."""
+    spellings: list[tuple[int, ...]] = []
+    for text in (word, " " + word.lstrip()):
+        try:
+            ids = tuple(encode(tokenizer, text, add_special_tokens=False))
+        except UserError:  # a vocabulary without a space cannot spell the second
+            continue
+        if ids and ids not in spellings and tokenizer.decode(list(ids)).strip() == word.strip():
+            spellings.append(ids)
+    return spellings
+
+
+def _shortened(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
