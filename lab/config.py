@@ -172,10 +172,9 @@ def to_plain(settings: Settings) -> dict[str, Any]:
     return data
 
 
-def write_yaml(settings: Settings, path: Path) -> None:
-    """Write the settings to a new file. Raises OSError, FileExistsError when it is there already."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.create(to_plain(settings))))
+def to_yaml(settings: Settings) -> str:
+    """`to_plain` as YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(settings)))
 
 
 def quoted(value: str) -> str:
@@ -212,7 +211,7 @@ class _Session:
             return
         if isinstance(override.value(), Mapping):
             raise UserError(f"{group} takes a name; give the rest one by one: {group}.NAME=VALUE.")
-        name = override.get_value_string()
+        name = "null" if override.value() is None else str(override.value())
         names = self._loader.get_group_options(group, config_name="config", overrides=self._search_override([]))
         if name not in names:
             what = f"{group} plugin" if group in PLUGIN_GROUPS else group

@@ -62,7 +62,7 @@ def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
     found = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            found += [_describe(tree, node, kind, name, contracts) for kind, name in _registrations(node, path)]
+            found += [_describe(tree, node, kind, name, path, contracts) for kind, name in _registrations(node, path)]
     return found
 
 
@@ -84,18 +84,44 @@ def _registrations(node: ast.ClassDef, path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _describe(tree: ast.Module, node: ast.ClassDef, kind: str, name: str, contracts: set[str]) -> Found:
-    found = Found(kind, name, node.name, first_line(ast.get_docstring(node)))
+def _describe(tree: ast.Module, node: ast.ClassDef, kind: str, name: str, path: Path, contracts: set[str]) -> Found:
+    options, capabilities = _declarations(tree, node, path, contracts)
+    return Found(kind, name, node.name, first_line(ast.get_docstring(node)), options=options, capabilities=capabilities)
+
+
+def _declarations(
+    tree: ast.Module, node: ast.ClassDef, path: Path, contracts: set[str]
+) -> tuple[type | None, Capabilities | None]:
+    """`Options` and `capabilities` of a class, its own or inherited; None for what only an import can tell."""
     declared = [n for n in node.body if _declares(n) in ("Options", "capabilities")]
-    present = {_declares(n) for n in declared}
     try:
         namespace = _evaluate(tree, declared)
     except (NameError, AttributeError, TypeError, ValueError):
-        return found  # its declarations need the file's imports
-    complete = all(ast.unparse(base).rpartition(".")[2] in contracts for base in node.bases)  # another base may declare them
-    options = namespace.get("Options", NoOptions) if complete or "Options" in present else None
-    limits = namespace.get("capabilities", Capabilities()) if complete or "capabilities" in present else None
-    return dataclasses.replace(found, options=options, capabilities=limits)
+        return None, None  # its declarations need the file's imports
+    options, capabilities = namespace.get("Options"), namespace.get("capabilities")
+    if len(node.bases) == 1 and (options is None or capabilities is None):
+        inherited = _base_declarations(tree, ast.unparse(node.bases[0]).rpartition(".")[2], path, contracts)
+        options, capabilities = options or inherited[0], capabilities or inherited[1]
+    return options, capabilities
+
+
+def _base_declarations(tree: ast.Module, base: str, path: Path, contracts: set[str]) -> tuple[type | None, Capabilities | None]:
+    """Those of a base class that is a contract, stands in the same file, or comes from a file beside it."""
+    if base in contracts:
+        return NoOptions, Capabilities()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == base:
+            return _declarations(tree, node, path, contracts)
+        if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == base for a in node.names):
+            package, _, module = node.module.rpartition(".")
+            beside = path.parent / f"{module}.py"
+            is_here = node.level == 1 and not package or package.split(".")[-1] == path.parent.name
+            if is_here and beside.is_file():
+                imported = ast.parse(beside.read_bytes(), filename=str(beside))
+                original = next(a.name for a in node.names if (a.asname or a.name) == base)
+                found = (n for n in imported.body if isinstance(n, ast.ClassDef) and n.name == original)
+                return next((_declarations(imported, n, beside, contracts) for n in found), (None, None))
+    return None, None
 
 
 def _declares(node: ast.stmt) -> str | None:
@@ -111,7 +137,7 @@ def _declares(node: ast.stmt) -> str | None:
 def _evaluate(tree: ast.Module, declared: list[ast.stmt]) -> dict[str, Any]:
     """Run just the declarations, with the file's literal constants and the names a declaration may use."""
     namespace: dict[str, Any] = {
-        "__name__": "lab_static",
+        "__name__": "lab_static",  # the __module__ of what is declared
         "Capabilities": Capabilities,
         "dataclass": dataclasses.dataclass,
         "dataclasses": dataclasses,

@@ -1,0 +1,42 @@
+"""The command line: `python -m lab VERB [flags] [overrides]`, also installed as `lab`.
+
+Exit codes: 0 done; 2 a mistake the user can mend, one message on stderr; 1 a fault of ours, with its traceback; 130 Ctrl-C.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lab.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code. A fault of ours passes through as its exception."""
+    from lab.cli.arguments import parse
+    from lab.cli.verbs import VERBS, overview
+
+    try:
+        arguments = parse(list(sys.argv[1:] if argv is None else argv))
+        if arguments.verb is None:
+            print(overview())
+            return 0 if arguments.wants_help else 2
+        verb = VERBS[arguments.verb]
+        if arguments.wants_help:
+            print(verb.help_text())
+            return 0
+        module, _, function = verb.target.partition(":")
+        return getattr(importlib.import_module(module), function)(arguments)
+    except UserError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lab: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

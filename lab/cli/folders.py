@@ -1,0 +1,74 @@
+"""Names and folders of runs and sweeps: readable, short, and never shared by two."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.errors import UserError
+
+MAX_NAME = 80  # characters; file systems allow 255 bytes, people read fewer
+UNNAMED = ("hydra.", "tracking.")  # overrides that say where a run goes, not what it is
+
+
+def short_name(overrides: Sequence[str]) -> str:
+    """A folder's name for these overrides: `attention-sdpa_cache.block_size-8`; cut and hashed when it grows too long."""
+    parts = [text.lstrip("+") for text in overrides]
+    told = "_".join(p.replace("=", "-", 1) for p in parts if not p.startswith(UNNAMED))
+    name = re.sub(r"[^\w.+-]+", "-", told, flags=re.ASCII).strip("-.")
+    if len(name) > MAX_NAME:
+        digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        name = f"{name[: MAX_NAME - len(digest) - 1]}-{digest}"
+    return name or "run"
+
+
+def new_folder(path: str | Path) -> Path:
+    """Make a folder that nobody else has: `path`, or `path_2`, `path_3`, ... when it is taken."""
+    wanted = Path(path).absolute()
+    folder, count = wanted, 1
+    while True:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}_{count}")
+        except OSError as error:
+            raise _cannot_make(folder, error) from None
+        else:
+            return folder
+
+
+def named_folder(path: str | Path) -> Path:
+    """The folder that the user named, made if missing. Raises UserError when it holds a run or sweep already."""
+    folder = Path(path).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(folder, error) from None
+    for file in ("config.yaml", "metrics.json", "sweep.json"):
+        if (folder / file).exists():
+            raise holds_a_run(folder)
+    return folder
+
+
+def holds_a_run(folder: Path) -> UserError:
+    return UserError(f"{folder} holds the results of another run: name another folder, or remove it.")
+
+
+def point_folder(path: Path) -> Path:
+    """Make the folder of a sweep's point. Raises UserError when another point has it: results are never merged."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"two points of the sweep would share the folder {path}: hydra.sweep.subdir must tell them apart, "
+            "e.g. by ${hydra.job.num}."
+        ) from None
+    except OSError as error:
+        raise _cannot_make(path, error) from None
+    return path
+
+
+def _cannot_make(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot make the folder {folder}: {error.strerror}.")

@@ -1,0 +1,152 @@
+"""The verbs of the command line: what each does, its flags, and the function that does it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag and the field of Arguments that it sets; with `value` it takes one, and may be repeated."""
+
+    names: tuple[str, ...]
+    target: str
+    doc: str
+    value: str = ""
+
+
+COMMON_FLAGS = (
+    Flag(("-h", "--help"), "wants_help", "show this text"),
+    Flag(("--plugins",), "plugins", "a folder with plugins of your own (repeatable; also LAB_PLUGIN_PATH)", "DIR"),
+    Flag(("--json",), "json", "print the result as one line of JSON"),
+)
+CONFIG_DIR = Flag(("--config-dir",), "config_dirs", "a folder with more configuration groups (repeatable)", "DIR")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb. `target` is imported only when the verb is used."""
+
+    name: str
+    summary: str
+    target: str
+    usage: str
+    text: str
+    flags: tuple[Flag, ...] = ()
+
+    def all_flags(self) -> tuple[Flag, ...]:
+        return (*COMMON_FLAGS, *self.flags)
+
+    def help_text(self) -> str:
+        rows = [(", ".join(f.names) + (f"={f.value}" if f.value else ""), f.doc) for f in self.all_flags()]
+        width = max(len(name) for name, _ in rows)
+        flags = "\n".join(f"  {name:<{width}}  {doc}" for name, doc in rows)
+        return f"{self.summary}\n\nUsage: lab {self.usage}\n\n{self.text.strip()}\n\nFlags:\n{flags}"
+
+
+RUN_TEXT = """
+Loads a model, runs a workload on it and writes a run folder (config.yaml, resolved.json, metrics.json, requests.jsonl,
+steps.jsonl), then prints a table and the folder's path.
+
+Overrides are NAME=VALUE with the names of conf/config.yaml, where each stands with its default and a comment:
+  lab run cache.block_size=32 sampling.max_tokens=64
+  lab run +attention=sdpa                    a plugin; attention=sdpa and ++attention=sdpa mean the same
+  lab run +spec=ngram spec.num_drafts=4      an option of a plugin; `lab plugins spec` lists them
+  lab run +experiment=NAME                   a study of conf/experiment
+  lab run model=NAME                         a file of conf/model; model.path=... takes a folder, .gguf file or hub id
+
+Sweeps: with -m every comma makes another point, and all combinations are run, each in its own process:
+  lab run -m +attention=eager,sdpa cache.block_size=8,16
+  lab run -m 'seed=range(0,5)' '+workload=glob(*)'
+A point that fails is a row of the table with its reason; its folder holds the log. The sweep's folder gets sweep.csv and
+sweep.json. Exit code: 0 when every point is ok, 2 when every point failed by a mistake the user can mend, else 1.
+
+Values are read by Hydra's grammar, so what it must not read as a list needs quotes of its own inside the shell's:
+  sampling.stop='"a,b"'         one text with a comma           sampling.stop='[a,b]'   a list of two texts
+  sampling.stop='"a|b c"'       any other special character     sampling.stop=a\\,b      a comma without quotes
+  sampling.stop=$'"\\n"'         a newline: the shell must make it (inside plain quotes \\n stays backslash and n)
+
+Where it goes: hydra.run.dir=FOLDER for a run (a folder that holds a run already is refused), hydra.sweep.dir=FOLDER for
+a sweep. By default outputs/DATE/TIME_OVERRIDES and multirun/DATE/TIME_OVERRIDES; a counter is added to a name in use.
+"""
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            "run",
+            "Run an experiment, or a sweep of them.",
+            "lab.cli.run:run",
+            "run [-m] [flags] [overrides]",
+            RUN_TEXT,
+            (
+                Flag(("-m", "--multirun"), "multirun", "a sweep: run every combination of the values separated by commas"),
+                Flag(("--fail-fast",), "fail_fast", "end a sweep at the first point that fails"),
+                Flag(("--print-config",), "print_config", "print the settings that the overrides come to, and do not run"),
+                CONFIG_DIR,
+            ),
+        ),
+        Verb(
+            "plugins",
+            "List the plugins, their options and what they can do.",
+            "lab.cli.plugins:plugins",
+            "plugins [KIND[.NAME]] [flags]",
+            """
+Without an argument every plugin in a line; with a kind those of that kind with their options; with KIND.NAME all of one.
+A plugin that cannot be used on this machine is listed with the reason, a broken one with its error.
+
+Kinds: attention, spec, quant, moe, policy, sink, workload.
+""",
+        ),
+        Verb(
+            "check",
+            "Judge a plugin by the contract of its kind.",
+            "lab.cli.check:check",
+            "check +KIND=NAME [KIND.OPTION=VALUE ...] [flags]",
+            """
+Runs every contract test of the kind on that plugin, one line each, and ends with a verdict:
+  lab check +attention=mine --plugins=my_plugins
+
+Exit code: 0 when the plugin keeps its contract, 1 when a check failed, 2 when there is no such plugin or option.
+""",
+        ),
+        Verb(
+            "doctor",
+            "Say what this machine has, and what therefore will not run.",
+            "lab.cli.doctor:doctor",
+            "doctor [flags]",
+            """
+Devices, cores, memory (limits of the container included), Python and packages, the C++ compiler, caches and their sizes,
+the mode that W&B would use, and every plugin that cannot be used here with the reason. Nothing is downloaded or asked.
+""",
+        ),
+        Verb(
+            "roofline",
+            "Print the floors of a model on this machine's device.",
+            "lab.cli.roofline:roofline",
+            "roofline [model=NAME | model.path=PATH] [model.dtype=DTYPE] [device=cpu|cuda] [flags]",
+            """
+What no implementation can beat: bytes of weights and of KV cache per token, FLOPs per token, the time of a decode step and
+tokens per second at batch 1, the ridge (FLOPs per byte where arithmetic becomes the limit), B_sat (the batch from which it
+does) and how many sequences fit in the memory. The device's bandwidth and peak are measured once and kept in the cache.
+Only config.json of the model is read: model.path may be a folder without weights.
+""",
+            (CONFIG_DIR,),
+        ),
+        Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
+    )
+}
+
+
+def overview() -> str:
+    """The text of `lab --help`."""
+    rows = [(v.name, v.summary) for v in VERBS.values() if v.summary]
+    width = max(len(name) for name, _ in rows)
+    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in rows)
+    return (
+        "lab: a laboratory bench for LLM inference.\n\n"
+        "Usage: lab VERB [flags] [overrides]      (or python -m lab VERB ...)\n\n"
+        f"{verbs}\n\n"
+        "`lab VERB --help` says more; conf/config.yaml lists every setting.\n\n"
+        "  lab run                                          the default model on the default workload\n"
+        "  lab run +attention=sdpa cache.block_size=32      change a plugin and a setting\n"
+        "  lab run -m +attention=eager,sdpa                 compare: every combination in its own process"
+    )
