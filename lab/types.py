@@ -100,7 +100,7 @@ class NewRow:
     num_computed: int  # tokens already in the cache (prefix hit)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a row and step: frozen would double what it costs to make one
 class Chunk:
     """The share of one request in a step: positions start .. start + num_tokens - 1.
 
@@ -139,7 +139,7 @@ class TokenLogprobs:
     rank: int  # of the chosen token, 1 is the most likely
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a row and step: frozen would double what it costs to make one
 class RowResult:
     """What a step did for one request."""
 
@@ -167,7 +167,7 @@ class StepResult:
     draft_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a row and step: frozen would double what it costs to make one
 class Update:
     """News about one request, from the scheduler to the front."""
 

@@ -170,12 +170,14 @@ class BlockManager:
             self.peak_used = used
         return new_ids
 
-    def register(self, request: Request, num_tokens: int) -> None:
-        """Put the full blocks among the first `num_tokens` tokens into the lookup table.
+    def register(self, request: Request) -> None:
+        """Put the full blocks into the lookup table of all tokens that are known, and computed or about to be.
 
-        The tokens must be known, and their keys and values computed by a step that is done, submitted or being planned.
+        The first `num_computed` tokens are those computed by a step that is done, submitted or being planned; what of them
+        is not in `token_ids` yet (in flight, or a draft) is left out until it is known.
         """
-        num_full = num_tokens // self.block_size
+        num_computed, num_known = request.num_computed, len(request.token_ids)
+        num_full = (num_computed if num_computed < num_known else num_known) // self.block_size
         if num_full <= request.num_registered or not self._shares(request):
             return
         if not self.enable_prefix_caching:

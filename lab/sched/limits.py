@@ -56,14 +56,14 @@ def cut_at_stop(request: Request, new_ids: Sequence[int]) -> tuple[int, FinishRe
         The number of tokens to keep, the finish reason (None: it goes on), and the stop token id that ended it.
     """
     params = request.params
-    num_tokens = len(request.token_ids)
-    min_len = request.num_prompt + params.min_tokens
+    length, min_len, max_len = len(request.token_ids), request.num_prompt + params.min_tokens, request.max_len
     for num_kept, token in enumerate(new_ids, 1):
-        if num_tokens + num_kept >= min_len:
+        length += 1
+        if length >= min_len:
             if token in request.eos_ids and not params.ignore_eos:
                 return num_kept, FinishReason.STOP, None
             if token in params.stop_token_ids:
                 return num_kept, FinishReason.STOP, token
-        if num_tokens + num_kept >= request.max_len:
+        if length >= max_len:
             return num_kept, FinishReason.LENGTH, None
     return len(new_ids), None, None

@@ -106,8 +106,9 @@ class Scheduler:
         self._num_steps += 1
         self._force_preemption(plan)
         self._plan_running(plan)
+        register = self.blocks.register
         for request in plan.requests:  # only now: while others were planned, any of them could still be preempted
-            self._register(request)
+            register(request)
         if plan.num_preempted == 0 and self._waiting:
             self._plan_waiting(plan, now)
         freed, self._freed = self._freed, []
@@ -226,16 +227,12 @@ class Scheduler:
         plan.new_rows.append(_new_row(request))
         plan.add(request, num_tokens, 0, [])
         plan.num_reserved += self._still_wanted(request)
-        self._register(request)
+        blocks.register(request)
         return True
 
     def _still_wanted(self, request: Request) -> int:
         """Blocks that a request in its prefill has yet to take."""
         return self.blocks.blocks_for(request.num_prefill) - len(request.block_ids)
-
-    def _register(self, request: Request) -> None:
-        """Make the full blocks known of all tokens that are both known and computed, or about to be."""
-        self.blocks.register(request, min(request.num_computed, len(request.token_ids)))
 
     def _force_preemption(self, plan: StepPlan) -> None:
         """Preempt every so many steps, for tests: only a request that got a token since its admission, so that all end."""
@@ -261,27 +258,28 @@ class Scheduler:
             self._static.add(request)
 
     def _apply(self, request: Request, chunk: Chunk, row: RowResult) -> Update | None:
-        prompt_logprobs = _undelivered(request, chunk, row) if row.prompt_logprobs is not None else None
-        if not chunk.samples:
-            assert not row.token_ids, f"request {request.id}: tokens from a chunk that does not sample"
-            return _update(request, [], prompt_logprobs) if prompt_logprobs else None
+        prompt_logprobs = None if row.prompt_logprobs is None else _undelivered(request, chunk, row)
         new_ids = row.token_ids
-        assert 1 <= len(new_ids) <= 1 + chunk.num_drafts, f"request {request.id}: {len(new_ids)} tokens"
-        request.num_in_flight -= 1 + chunk.num_drafts
+        if not chunk.samples:
+            assert not new_ids, f"request {request.id}: tokens from a chunk that does not sample"
+            return _update(request, [], row, prompt_logprobs) if prompt_logprobs else None
+        num_drafts, num_new = chunk.num_drafts, len(new_ids)
+        assert 1 <= num_new <= 1 + num_drafts, f"request {request.id}: {num_new} tokens, {num_drafts} drafts"
+        request.num_in_flight -= 1 + num_drafts
         if request.status is Status.RUNNING:
-            request.num_computed -= chunk.num_drafts - row.num_accepted
-            if not self.settings.async_scheduling:
+            request.num_computed -= 1 + num_drafts - num_new
+            if row.draft_ids and not self.settings.async_scheduling:
                 request.draft_ids = row.draft_ids
         num_kept, reason, stop_reason = cut_at_stop(request, new_ids)
-        if num_kept < len(new_ids):
+        if num_kept < num_new:
             new_ids = new_ids[:num_kept]
         request.token_ids += new_ids
-        if reason is None:
-            self._register(request)
-        else:  # the last token's keys and values are not computed, or by a chunk that is void now
-            self.blocks.register(request, min(request.num_computed, len(request.token_ids) - 1))
+        if reason is not None:  # the last token's keys and values are not computed, or by a chunk that is void now
+            request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+        self.blocks.register(request)
+        if reason is not None:
             self._end(request, reason, stop_reason)
-        return _update(request, new_ids, prompt_logprobs, row)
+        return _update(request, new_ids, row, prompt_logprobs)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is Status.RUNNING:
@@ -337,17 +335,15 @@ def _undelivered(request: Request, chunk: Chunk, row: RowResult) -> list[TokenLo
     return row.prompt_logprobs[num_before:]
 
 
-def _update(
-    request: Request, new_ids: list[int], prompt_logprobs: list[TokenLogprobs] | None, row: RowResult | None = None
-) -> Update:
-    logprobs = row.logprobs if row is not None else None
+def _update(request: Request, new_ids: list[int], row: RowResult, prompt_logprobs: list[TokenLogprobs] | None) -> Update:
+    num_new, logprobs = len(new_ids), row.logprobs
     return Update(
         request.id,
         new_ids,
-        None if logprobs is None else logprobs[: len(new_ids)],
+        logprobs[:num_new] if logprobs is not None else None,
         prompt_logprobs or None,
-        0 if row is None else min(row.num_accepted, len(new_ids)),
-        0 if row is None else row.num_drafts,
+        min(row.num_accepted, num_new) if row.num_drafts else 0,
+        row.num_drafts,
         request.finish_reason,
         request.stop_reason,
         request.num_cached,
