@@ -1,0 +1,137 @@
+"""The decoder: one implementation for the whole family of Llama-like models, whose differences are data in ModelConfig."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lab.contracts.quant import LinearSpec, Quant
+from lab.model.config import ModelConfig
+from lab.model.layers.attention import AttentionLayer
+from lab.model.layers.embed import Embedding
+from lab.model.layers.linear import Linear
+from lab.model.layers.norm import RMSNorm
+from lab.model.layers.rope import Rope, rotate
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer is built with. `plain` serves the linear layers that `quant` does not want."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    quant: Quant
+    plain: Quant
+    max_model_len: int
+
+    def linear(self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False) -> Linear:
+        """A linear layer known as `name`, whose parts have these checkpoint names and rows."""
+        rows = sum(size for _, size in parts)
+        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias)
+        return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(name, size, self.config.rms_norm_eps, self.dtype, self.device)
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotary positions and the attention layer."""
+
+    def __init__(self, build: Build, at: str, layer: int) -> None:
+        super().__init__()
+        config = build.config
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if config.fused_checkpoint:
+            parts = ((f"{at}.qkv_proj", q_rows + 2 * kv_rows),)
+        else:
+            parts = ((f"{at}.q_proj", q_rows), (f"{at}.k_proj", kv_rows), (f"{at}.v_proj", kv_rows))
+        self.qkv_proj = build.linear(f"{at}.qkv_proj", config.hidden_size, parts, bias=config.qkv_bias)
+        self.q_norm = build.norm(f"{at}.q_norm", self.head_dim) if config.qk_norm else None
+        self.k_norm = build.norm(f"{at}.k_norm", self.head_dim) if config.qk_norm else None
+        self.attention = AttentionLayer(
+            layer,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            scale=self.head_dim**-0.5,
+            sliding_window=config.layer_windows[layer],
+        )
+        o_parts = ((f"{at}.o_proj", config.hidden_size),)
+        self.o_proj = build.linear(f"{at}.o_proj", q_rows, o_parts, bias=config.output_bias)
+
+    def forward(self, hidden_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv_proj(hidden_TD).unflatten(1, (-1, self.head_dim))
+        num_rotated = self.num_heads + self.num_kv_heads
+        if self.q_norm is None:
+            qk = rotate(heads[:, :num_rotated], cos, sin)  # queries and keys in one go
+            q_TNH, k_TKH = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        else:
+            q_TNH = rotate(self.q_norm(heads[:, : self.num_heads]), cos, sin)
+            k_TKH = rotate(self.k_norm(heads[:, self.num_heads : num_rotated]), cos, sin)
+        return self.o_proj(self.attention(q_TNH, k_TKH, heads[:, num_rotated:]))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x) (Shazeer, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, build: Build, at: str) -> None:
+        super().__init__()
+        hidden, inner, bias = build.config.hidden_size, build.config.intermediate_size, build.config.mlp_bias
+        if build.config.fused_checkpoint:
+            parts = ((f"{at}.gate_up_proj", 2 * inner),)
+        else:
+            parts = ((f"{at}.gate_proj", inner), (f"{at}.up_proj", inner))
+        self.gate_up_proj = build.linear(f"{at}.gate_up_proj", hidden, parts, bias=bias)
+        self.down_proj = build.linear(f"{at}.down_proj", inner, ((f"{at}.down_proj", hidden),), bias=bias)
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = self.gate_up_proj(hidden_TD).chunk(2, dim=-1)
+        return self.down_proj(nn.functional.silu(gate_TF) * up_TF)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual path."""
+
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        at, size = f"model.layers.{layer}", build.config.hidden_size
+        self.input_norm = build.norm(f"{at}.input_layernorm", size)
+        self.self_attention = SelfAttention(build, f"{at}.self_attn", layer)
+        self.post_attention_norm = build.norm(f"{at}.post_attention_layernorm", size)
+        self.feed_forward = FeedForward(build, f"{at}.mlp")
+
+    def forward(self, hidden_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        hidden_TD = hidden_TD + self.self_attention(self.input_norm(hidden_TD), cos, sin)
+        return hidden_TD + self.feed_forward(self.post_attention_norm(hidden_TD))
+
+
+class Decoder(nn.Module):
+    """The model. Tokens of all rows lie one after another; rows are told apart by the attention layers alone."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        self.embed = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, build.dtype, build.device)
+        self.layers = nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
+        self.norm = build.norm("model.norm", config.hidden_size)
+        self.rope = Rope(config.rope, build.max_model_len, build.device)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.lm_head = build.linear("lm_head", config.hidden_size, ((head, config.vocab_size),))
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [layer.self_attention.attention for layer in self.layers]
+
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """hidden_TD after the final norm; the forward context of the step must be open."""
+        cos, sin = self.rope(positions_T)
+        hidden_TD = self.embed(input_ids_T)
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, cos, sin)
+        return self.norm(hidden_TD)
+
+    def logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
+        """logits_LV in float32."""
+        return self.lm_head(hidden_LD).float()

@@ -1,0 +1,135 @@
+"""Build a model and fill it from a checkpoint.
+
+Modules with weights know the checkpoint names of their tensors and read them one after another into place; each linear
+layer is repacked as soon as it is read, so that loading never holds more than the weights and one layer.
+"""
+
+import logging
+import re
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lab import registry
+from lab.contracts.moe import Moe
+from lab.contracts.quant import Quant
+from lab.errors import UserError, unknown
+from lab.model.checkpoint import Checkpoint
+from lab.model.config import ModelConfig
+from lab.model.decoder import Build, Decoder
+from lab.model.dummy_checkpoint import DummyCheckpoint
+from lab.model.gguf_checkpoint import GgufCheckpoint
+from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
+
+log = logging.getLogger("lab")
+
+FORMATS = ("auto", "safetensors", "gguf", "dummy")
+# Tensors that old checkpoints carry and no model needs: they follow from the config.
+HARMLESS = re.compile(r"(\.rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    quant: Quant,
+    moe: Moe,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """The model of `folder`, in eval mode and ready to run.
+
+    Args:
+        dtype: of activations and unquantized weights.
+        load_format: auto | safetensors | gguf | dummy (random weights, for which config.json is enough).
+        max_model_len: the longest context that will be served; sizes the rotary tables. None: max_position_embeddings.
+
+    Raises:
+        UserError: the checkpoint does not fit the config, is damaged, or is in a format that cannot be loaded.
+    """
+    folder = Path(folder)
+    started = time.perf_counter()
+    _check_quantization(folder, config, quant)
+    checkpoint = open_checkpoint(folder, config, load_format)
+    try:
+        plain = registry.get("quant", "none")
+        build = Build(
+            config, dtype, device, quant, plain.load()(plain.options()), max_model_len or config.max_position_embeddings
+        )
+        with torch.inference_mode():
+            model = Decoder(build)
+            fill(model, checkpoint)
+        _check_extra(checkpoint, config)
+    finally:
+        checkpoint.close()
+    seconds, size = time.perf_counter() - started, weights_bytes(model) / 2**20
+    log.info("loaded %s: %.0f MiB of weights in %.1f s", folder, size, seconds)
+    return model.eval()
+
+
+def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Read every tensor of the model, in the order of its modules."""
+    for module in model.modules():
+        if hasattr(module, "load"):
+            module.load(checkpoint)
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """The memory that the model's weights take, as they are stored now."""
+    return sum(module.num_bytes for module in model.modules() if hasattr(module, "num_bytes"))
+
+
+def open_checkpoint(folder: Path, config: ModelConfig, load_format: str) -> Checkpoint:
+    """The folder's weights. `auto` takes safetensors if there are any, else a GGUF file.
+
+    Raises:
+        UserError: the folder has no weights of that format, or only pickled ones.
+    """
+    if load_format not in FORMATS:
+        raise unknown("load format", load_format, FORMATS)
+    if load_format == "dummy":
+        return DummyCheckpoint()
+    gguf_files = sorted(folder.glob("*.gguf"))
+    if load_format in ("auto", "safetensors") and find_files(folder):
+        return SafetensorsCheckpoint(folder)
+    if load_format in ("auto", "gguf") and gguf_files:
+        if len(gguf_files) > 1:
+            names = ", ".join(path.name for path in gguf_files)
+            raise UserError(f"{folder} has {len(gguf_files)} GGUF files ({names}): give the path of one of them.")
+        return GgufCheckpoint(gguf_files[0], config)
+    raise _no_weights(folder, load_format)
+
+
+def _no_weights(folder: Path, load_format: str) -> UserError:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        return UserError(
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are read. Convert them to "
+            "safetensors: load them with transformers from a source you trust, and use save_pretrained."
+        )
+    kind = "safetensors or GGUF" if load_format == "auto" else load_format
+    return UserError(f"{folder} has no {kind} weights. For random weights set model.load_format=dummy.")
+
+
+def _check_quantization(folder: Path, config: ModelConfig, quant: Quant) -> None:
+    quantization = config.raw.get("quantization_config")
+    if quantization and not quant.detect(config.raw):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise UserError(
+            f"{folder / 'config.json'}: the checkpoint is quantized ('{method}'), and quant plugin "
+            f"'{type(quant).name}' does not read that format."
+        )
+
+
+def _check_extra(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    for name in sorted(set(checkpoint.names()) - checkpoint.used):
+        if HARMLESS.search(name) or (config.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        raise UserError(
+            f"{checkpoint.file_of(name)}: tensor '{name}' belongs to no part of a {config.architecture} model with "
+            f"{config.num_layers} layers. Is config.json the one of these weights?"
+        )

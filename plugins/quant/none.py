@@ -1,0 +1,70 @@
+"""Weights in the model's own dtype: the reference of the quant kind, and the plain way to run.
+
+On the CPU a weight is repacked once into oneDNN's own layout, which makes the product about twice as fast as
+torch.nn.functional.linear for a few rows, in float32 and bfloat16. A packed tensor cannot be part of a compiled graph, so
+the product is one opaque op that gets a handle, an ordinary tensor, and looks the packed weight up. A dtype that oneDNN
+cannot multiply on this machine (float16, bfloat16 on old CPUs) and every other device use torch.nn.functional.linear.
+"""
+
+import itertools
+from weakref import WeakValueDictionary
+
+import torch
+from torch.nn import functional
+
+from lab.api import Capabilities, LinearSpec, ParamSpec, Quant, register
+
+_packed: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # owned by the layers
+_handles = itertools.count()
+_library = torch.library.Library("lab_quant_none", "DEF")
+_library.define("packed_linear(Tensor x, Tensor handle, int out_features) -> Tensor")
+
+
+def _packed_linear(x_TI: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TI, _packed[handle.item()], None, "none", [], "")
+
+
+def _packed_linear_fake(x_TI: torch.Tensor, handle: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x_TI.new_empty((*x_TI.shape[:-1], out_features))
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("lab_quant_none::packed_linear", _packed_linear_fake, lib=_library)
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies this dtype on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return weight.dtype == torch.float32
+
+
+@register("quant", "none")
+class NoQuant(Quant):
+    """Weights in the model's own dtype (on the CPU repacked for oneDNN)."""
+
+    capabilities = Capabilities(devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe"})
+
+    def params(self, spec: LinearSpec) -> dict[str, ParamSpec]:
+        return {"weight": ParamSpec((spec.out_features, spec.in_features), spec.dtype)}
+
+    def finish(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> dict[str, torch.Tensor]:
+        weight = w["weight"]
+        if not _can_pack(weight):
+            return {"weight": weight}
+        number = next(_handles)
+        packed = _packed[number] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        return {"handle": torch.tensor(number), "packed": packed}
+
+    def apply(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
+        if "handle" in w:
+            return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
+        return functional.linear(x_TI, w["weight"])
+
+    def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
+        weight_OI = w["packed"].to_dense() if "packed" in w else w["weight"]
+        return weight_OI.float()
