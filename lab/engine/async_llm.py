@@ -1,10 +1,12 @@
 """AsyncLLM: many streams at once over one engine, which steps in a thread of its own."""
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -149,24 +151,28 @@ class _EngineLoop:
     """The engine's thread, and what other threads may ask of it.
 
     Only this thread touches the engine. Others leave commands; `_lock` guards those and all state of the generations, and
-    is not held while the engine steps.
+    is not held while the engine steps. `_front_lock` guards the front, so that a long prompt keeps no step waiting.
     """
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self._lock = threading.Condition()
+        self._front_lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[str, _Reader] = {}  # all streams that are not over, by the user's request id
+        self._calls: set[Future[Any]] = set()  # not answered yet
         self._failure: BaseException | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="lab-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def open(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None) -> _Reader:
         """Check a prompt and queue it. Raises UserError, EngineFailed."""
+        with self._front_lock:
+            submission = self.stack.frontend.prepare(prompt, params, request_id=request_id)
         with self._lock:
             self._refuse_if_down()
-            submission = self.stack.frontend.prepare(prompt, params, request_id=request_id)
             if submission.id in self._readers:
                 raise UserError(f"request id '{submission.id}' belongs to a request that has not finished: give another one.")
             reader = self._readers[submission.id] = _Reader(submission)
@@ -174,7 +180,7 @@ class _EngineLoop:
             return reader
 
     def take(self, reader: _Reader, stream: str) -> RequestOutput | None:
-        """What the reader has not seen, None when there is nothing. Raises the error that ended the stream, after the rest."""
+        """What the reader has not seen, None when there is nothing. Raises the error that ended the stream."""
         with self._lock:
             if reader.error is not None:
                 reader.is_over = True
@@ -206,7 +212,8 @@ class _EngineLoop:
         future: Future[Any] = Future()
         with self._lock:
             self._refuse_if_down()
-            self._command(lambda: future.set_result(function(self.stack)))
+            self._calls.add(future)
+            self._command(lambda: self._call(future, function))
         return future
 
     def close(self) -> None:
@@ -214,12 +221,24 @@ class _EngineLoop:
             self._is_closing = True
             self._lock.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _refuse_if_down(self) -> None:
-        if self._failure is not None:
-            raise EngineFailed(f"the engine has failed: {type(self._failure).__name__}: {self._failure}") from self._failure
-        if self._is_closing:
-            raise UserError("this AsyncLLM is closed: make another one.")
+        if self._failure is not None or self._is_closing:
+            raise self._down()
+
+    def _down(self) -> Exception:
+        """Why nothing is served any more."""
+        if self._failure is None:
+            return UserError("this AsyncLLM is closed: make another one.")
+        error = EngineFailed(f"the engine has failed: {type(self._failure).__name__}: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _call(self, future: "Future[Any]", function: Callable[[Stack], Any]) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(function(self.stack))
+        self._calls.discard(future)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -227,7 +246,8 @@ class _EngineLoop:
 
     def _run(self) -> None:
         """The thread: commands, a step, news; asleep while there is neither."""
-        with _Ending(self):
+        with ExitStack() as ending:
+            ending.push(self._ended)
             engine = self.stack.engine
             while True:
                 with self._lock:
@@ -262,32 +282,19 @@ class _EngineLoop:
             self.stack.outputs.abort(reader.generation)
             reader.announce()
 
-    def _ended(self, failure: BaseException | None) -> None:
-        """The thread ends: by `close`, or by a fault that every stream must hear of."""
+    def _ended(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> bool:
+        """The thread ends, by `close` or by a fault: those who wait hear of it, and it is theirs to raise."""
         with self._lock:
             self._failure = failure
             for reader in self._readers.values():
-                if failure is not None:
-                    reader.error = EngineFailed(f"the engine has failed: {type(failure).__name__}: {failure}")
-                    reader.error.__cause__ = failure
-                elif reader.generation is not None:
+                if failure is None and reader.generation is not None:
                     self.stack.outputs.abort(reader.generation)
                 else:
-                    reader.error = UserError("the AsyncLLM was closed before this request began.")
+                    reader.error = self._down()
                 reader.announce()
+            for future in self._calls:
+                future.set_exception(self._down())
+            self._calls.clear()
         if failure is None:
             self.stack.engine.close()
-
-
-class _Ending:
-    """Hands whatever ends the engine's thread to the streams, which are the ones to raise it."""
-
-    def __init__(self, loop: _EngineLoop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        self._loop._ended(error)
         return True
