@@ -1,5 +1,6 @@
 """scripts/setup, scripts/run and scripts/test on a small stand-in project: real virtual environments and pip, no network."""
 
+import ensurepip
 import os
 import shutil
 import signal
@@ -191,7 +192,7 @@ def test_without_ensurepip_pip_comes_from_the_python_that_has_it(fresh, tmp_path
     (bin_folder / "id").write_text("#!/bin/sh\necho 1000\n")  # not root: nothing may be installed on the machine
     for path in bin_folder.iterdir():
         path.chmod(0o755)
-    pip_wheel = next(iter(Path(__import__("ensurepip").__file__).parent.glob("_bundled/pip-*.whl")))
+    pip_wheel = next(iter(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")))
     done = script(
         fresh,
         "setup",
