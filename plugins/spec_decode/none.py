@@ -1,7 +1,5 @@
 """No speculation: one token per request and step."""
 
-from typing import Any
-
 from lab.api import Capabilities, Draft, Proposer, ProposeView, register
 
 
@@ -11,9 +9,6 @@ class NoDrafts(Proposer):
 
     capabilities = Capabilities(priority=1)
     num_drafts = 0
-
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
 
     def propose(self, view: ProposeView) -> Draft:
         return Draft([[] for _ in view.rows_R])

@@ -1,0 +1,123 @@
+"""Every registered proposer keeps the contract, and the checks see the faults that they are there for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lab import registry
+from lab.api import Draft
+from lab.checks import CheckFailed
+from lab.checks import spec as checks
+
+registry.discover()
+CHECKS = [function for name, function in vars(checks).items() if name.startswith("check_")]
+BUILT_IN = [entry for entry in registry.entries("spec") if entry.source == "built-in"]
+Ngram = registry.get("spec", "ngram").load()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
+def test_contract(entry, check):
+    check(entry, entry.options())
+
+
+def test_some_drafts_are_proposed():
+    """Else the checks would prove nothing of the one proposer that proposes."""
+    drafts = Ngram(Ngram.Options()).propose(checks._view(checks._texts())).token_ids
+    assert sum(len(token_ids) == 5 for token_ids in drafts) >= 3
+
+
+class IgnoresLimits(Ngram):
+    def propose(self, view):
+        return super().propose(checks.ProposeView(view.tokens_RC, view.rows_R, view.lengths_R, view.limits_R + 9))
+
+
+class MoreThanItSays(Ngram):
+    def __init__(self, options):
+        super().__init__(options)
+        self.num_drafts = 2
+
+    def propose(self, view):
+        self.num_drafts = 5
+        found = super().propose(view)
+        self.num_drafts = 2
+        return found
+
+
+class ReadsPastTheEnd(Ngram):
+    def _continuation(self, text, count):
+        return super()._continuation(text, count)[:-1] + [checks.UNWRITTEN] if count and len(text) > 90 else []
+
+
+class NumpyInts(Ngram):
+    def propose(self, view):
+        return Draft([list(checks.np.array(ids, dtype=checks.np.int64)) for ids in super().propose(view).token_ids])
+
+
+class OutsideVocabulary(Ngram):
+    def propose(self, view):
+        return Draft([[token + 50 for token in ids] for ids in super().propose(view).token_ids])
+
+
+class Forgetful(Ngram):
+    def propose(self, view):
+        self.calls = getattr(self, "calls", 0) + 1
+        found = super().propose(view)
+        return found if self.calls == 1 else Draft([[] for _ in found.token_ids])
+
+
+class IgnoresRowIndex(Ngram):
+    def propose(self, view):
+        in_order = checks.np.sort(view.rows_R)
+        return super().propose(checks.ProposeView(view.tokens_RC, in_order, view.lengths_R, view.limits_R))
+
+
+class WritesToView(Ngram):
+    def propose(self, view):
+        view.lengths_R[:] = 1
+        return super().propose(view)
+
+
+class DropsARow(Ngram):
+    def propose(self, view):
+        return Draft(super().propose(view).token_ids[:-1])
+
+
+class WrongProbabilities(Ngram):
+    def propose(self, view):
+        token_ids = super().propose(view).token_ids
+        return Draft(token_ids, torch.full((len(token_ids), 5, checks.VOCAB_SIZE), 0.5))
+
+
+class ImpossibleDrafts(Ngram):
+    def propose(self, view):
+        token_ids = super().propose(view).token_ids
+        probs_RSV = torch.zeros(len(token_ids), 5, checks.VOCAB_SIZE)
+        for row, ids in enumerate(token_ids):
+            for place, token in enumerate(ids):
+                probs_RSV[row, place, (token + 1) % checks.VOCAB_SIZE] = 1.0
+        return Draft(token_ids, probs_RSV)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "name"),
+    [
+        (IgnoresLimits, "check_limits"),
+        (MoreThanItSays, "check_limits"),
+        (ReadsPastTheEnd, "check_ids"),
+        (NumpyInts, "check_ids"),
+        (OutsideVocabulary, "check_ids"),
+        (Forgetful, "check_deterministic"),
+        (IgnoresRowIndex, "check_rows_are_addressed"),
+        (WritesToView, "check_view_is_left_alone"),
+        (DropsARow, "check_short_contexts"),
+        (WrongProbabilities, "check_probabilities"),
+        (ImpossibleDrafts, "check_probabilities"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_planted_fault_is_found(faulty, name):
+    entry = SimpleNamespace(name="faulty", load=lambda: faulty)
+    with pytest.raises(CheckFailed):
+        getattr(checks, name)(entry, faulty.Options())
