@@ -58,6 +58,13 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def peak_device_bytes() -> int:
+    """The most memory of the GPU that torch has had allocated so far."""
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
 def _git(folder: Path, *command: str) -> str | None:
     try:
         done = subprocess.run(

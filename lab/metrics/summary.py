@@ -6,13 +6,13 @@ Percentiles are of the raw samples with linear interpolation. A section that doe
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lab.metrics.goodput import is_good
 
-LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms", "decode_ms")
+LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms", "decode_ms")
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -41,6 +41,7 @@ def distribution(samples: Iterable[float]) -> dict[str, float] | None:
 class RequestTotals:
     """Adds up the lines of requests.jsonl; a failed request counts as one and adds nothing else."""
 
+    block_size: int
     goodput_limits: Mapping[str, float] = field(default_factory=dict)
     num_requests: int = 0
     num_failed: int = 0
@@ -48,31 +49,42 @@ class RequestTotals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    held_tokens: int = 0  # that requests had in the cache at their end
+    held_slots: int = 0  # in the blocks that it took
     tokens_by_second: Counter[int] = field(default_factory=Counter)  # whole second of the run -> output tokens
-    samples: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in (*LATENCIES, "itl_ms")})
+    samples: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """One request: a line for each of its n samples. The prompt counts once."""
         self.num_requests += 1
-        self.num_good += is_good(record, self.goodput_limits)
-        if record.get("error"):
+        self.num_good += all(is_good(line, self.goodput_limits) for line in lines)
+        if any(line["error"] for line in lines):
             self.num_failed += 1
             return
-        self.prompt_tokens += record["prompt_tokens"]
-        self.output_tokens += len(record["output_token_ids"])
-        self.preemptions += record["num_preemptions"]
-        for name in LATENCIES:
-            if record.get(name) is not None:
-                self.samples[name].append(record[name])
-        self.samples["itl_ms"].extend(record["itl_ms"])
-        self._add_token_times(record)
+        self.prompt_tokens += lines[0]["prompt_tokens"]
+        for line in lines:
+            self.output_tokens += len(line["output_token_ids"])
+            self.preemptions += line["num_preemptions"]
+            for name in LATENCIES:
+                value = line[name]
+                self.samples[name].extend(value if isinstance(value, list) else [] if value is None else [value])
+            self._add_token_times(line)
+            held = line["prompt_tokens"] + len(line["output_token_ids"]) - 1  # the last token is never computed
+            self.held_tokens += held
+            self.held_slots += -(-held // self.block_size) * self.block_size
 
-    def _add_token_times(self, record: Mapping[str, Any]) -> None:
-        if record.get("ttft_ms") is None:
+    def _add_token_times(self, line: Mapping[str, Any]) -> None:
+        if line["ttft_ms"] is None:
             return
-        at_ms = record["arrival_s"] * 1e3 + record["ttft_ms"]
-        for gap_ms, count in zip((0.0, *record["itl_ms"]), record["tokens_per_step"], strict=True):
+        at_ms = line["arrival_s"] * 1e3 + line["ttft_ms"]
+        for gap_ms, count in zip((0.0, *line["itl_ms"]), line["tokens_per_step"], strict=True):
             at_ms += gap_ms
             self.tokens_by_second[int(at_ms // 1e3)] += count
+
+    @property
+    def waste_fraction(self) -> float:
+        """Share of the slots in the blocks of finished requests that held no token: the unfilled ends of last blocks."""
+        return 1 - self.held_tokens / self.held_slots if self.held_slots else 0.0
 
     def metrics(self, duration_s: float) -> dict[str, Any]:
         """The part of metrics.json that follows from the requests; rates are over `duration_s`."""
@@ -92,7 +104,7 @@ class RequestTotals:
             found["requests_per_s"] = (self.num_requests - self.num_failed) / duration_s
             if self.goodput_limits:
                 found["goodput_req_per_s"] = self.num_good / duration_s
-        for name in ("ttft_ms", "itl_ms", *LATENCIES[1:]):
+        for name in LATENCIES:
             summary = distribution(self.samples[name])
             if summary is not None:
                 found[name] = summary
@@ -136,25 +148,44 @@ class DraftTotals:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Adds up the lines of steps.jsonl."""
+    """Adds up the lines of steps.jsonl.
 
+    `floor_s(num_tokens, kv_tokens)`, where given, is the least time that a step can take; it is compared with the steps
+    that only decoded. A request's last block may hold as little as one token, so the floor counts the others of it as empty.
+    """
+
+    block_size: int
+    floor_s: Callable[[int, int], float] | None = None
     num_steps: int = 0
     ms: float = 0.0
     draft_ms: float = 0.0
-    peak_used_blocks: int = 0
     dispatch: Counter[str] = field(default_factory=Counter)
-    decode_ms: array = field(default_factory=lambda: array("d"))  # of steps with one token of one request
+    num_decode_steps: int = 0
+    decode_ms: float = 0.0
+    decode_floor_ms: float = 0.0
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         self.num_steps += 1
-        self.ms += record["ms"]
-        self.draft_ms += record.get("draft_ms", 0.0)
-        self.peak_used_blocks = max(self.peak_used_blocks, record["kv_used_blocks"])
-        self.dispatch[record["mode"]] += 1
-        if record["num_tokens"] == record["num_requests"] == 1:
-            self.decode_ms.append(record["ms"])
+        self.ms += line["ms"]
+        self.draft_ms += line["draft_ms"]
+        self.dispatch[line["mode"]] += 1
+        if line["num_tokens"] == line["num_requests"] + line["num_drafts"] and self.floor_s is not None:
+            kv_tokens = line["kv_used_blocks"] * self.block_size - line["running"] * (self.block_size - 1)
+            self.num_decode_steps += 1
+            self.decode_ms += line["ms"]
+            self.decode_floor_ms += self.floor_s(line["num_tokens"], max(kv_tokens, 0)) * 1e3
 
     @property
     def draft_ms_share(self) -> float:
         """Share of the execution time that went into proposing drafts."""
         return self.draft_ms / self.ms if self.ms else 0.0
+
+    def decode_metrics(self) -> dict[str, float]:
+        """Mean floor and mean time of the steps that only decoded, and their ratio; empty when there were none."""
+        if not self.num_decode_steps:
+            return {}
+        return {
+            "decode_floor_ms": self.decode_floor_ms / self.num_decode_steps,
+            "decode_step_ms": self.decode_ms / self.num_decode_steps,
+            "floor_ratio": self.decode_ms / self.decode_floor_ms,
+        }

@@ -37,10 +37,13 @@ class PromptsWorkload(Workload):
             if self.num_requests is not None and self.num_requests < 1:
                 raise UserError(f"workload.num_requests must be at least 1, got {self.num_requests}.")
 
-    def items(self, model: ModelFacts) -> list[WorkItem]:
+    def __init__(self, options: Any, seed: int) -> None:
         """Raises UserError for a file that cannot be read or a line that is wrong, with its number."""
-        path = Path(self.options.path).expanduser() if self.options.path is not None else DEFAULT_PROMPTS
-        items = read_prompts(path)
+        super().__init__(options, seed)
+        self._items = read_prompts(Path(options.path).expanduser() if options.path is not None else DEFAULT_PROMPTS)
+
+    def items(self, model: ModelFacts) -> list[WorkItem]:
+        items = list(self._items)
         if self.options.shuffle:
             random.Random(f"shuffle {self.seed}").shuffle(items)
         count = self.options.num_requests or len(items)

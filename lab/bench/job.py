@@ -1,0 +1,165 @@
+"""The main job, behind `lab run`: load, run the workload, write the run folder, show what came of it."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.bench.files import run_log, write_json
+from lab.bench.interrupt import gentle_interrupt
+from lab.bench.progress import ProgressView, progress_view
+from lab.bench.recorder import Recorder, Sinks
+from lab.bench.samples import print_samples
+from lab.bench.sender import Planned, Sender, plan
+from lab.capabilities import Needs
+from lab.contracts.sink import RunInfo
+from lab.contracts.workload import ModelFacts
+from lab.engine.resolution import Resolved, resolve
+from lab.engine.stack import Stack, build_stack
+from lab.engine.tokenizer import encode
+from lab.errors import UserError
+from lab.metrics.environment import describe
+from lab.metrics.roofline import floors, measure_device
+from lab.registry import discover
+from lab.report.table import print_summary
+from lab.settings import PluginChoice, Settings
+
+log = logging.getLogger("lab")
+
+DONE, FAULT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that a run needs, ready to start."""
+
+    stack: Stack
+    planned: list[Planned]
+    recorder: Recorder
+    sinks: Sinks
+    progress: ProgressView
+
+
+def run_job(
+    settings: Settings,
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    as_json: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Run the workload that the settings name, and keep everything in `folder`, which exists.
+
+    Args:
+        config: the settings as plain data, for the tracking sinks.
+        as_json: the last line on stdout is one JSON object of the folder and the metrics; all else goes to stderr.
+        clock, sleep: the time that the engine and the arrivals go by.
+
+    Returns:
+        The exit code. 0: done; some requests may have been refused, which metrics.json counts as failed. 1: a step failed,
+        and with it the requests that it served. 130: Ctrl-C; what had ended by then is in the files.
+
+    Raises:
+        UserError: what the settings or the workload get wrong; every request was refused; a disk that takes no more.
+    """
+    screen = sys.stderr if as_json else sys.stdout
+    with run_log(folder):
+        stack, workload = _load(settings, clock)
+        with closing(stack.engine):
+            job = _prepare(settings, folder, config, stack, workload)
+            exit_code, metrics = _run(job, folder, sleep)
+        print_samples(job.recorder.shown, screen)
+        print_summary(metrics, screen)
+        print(f"\nrun folder: {folder}", file=screen)
+        if as_json:
+            print(json.dumps({"folder": str(folder), **metrics}))
+        if exit_code == USER_ERROR:
+            raise UserError(f"every request was refused; the first one: {job.recorder.first_refusal}")
+    return exit_code
+
+
+def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[Resolved, Any]]:
+    """The engine, and the workload's plugin: first what takes no time and may be wrong, then the model."""
+    discover()
+    resolved = resolve("workload", settings.workload, Needs())
+    workload = resolved.make(settings.seed)
+    return build_stack(settings, clock=clock), (resolved, workload)
+
+
+def _prepare(settings: Settings, folder: Path, config: dict[str, Any], stack: Stack, workload: tuple[Resolved, Any]) -> _Job:
+    """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
+    engine = stack.engine
+    resolved, maker = workload
+    planned = plan(maker.items(_model_facts(stack)), stack.frontend, stack.frontend.defaults)
+    records = {**engine.records, "workload": resolved.record}
+    write_json(folder / "resolved.json", records)
+    write_json(folder / "env.json", describe(engine.facts.device))
+    device = measure_device(engine.facts.device, log=log.info)
+    sinks = _sinks(settings)
+    recorder = Recorder(engine, sinks, settings.goodput, device, floors(engine.model_config, engine.facts.dtype, device))
+    sinks.start(RunInfo(folder, config, records))
+    log.info("running %d requests", len(planned))
+    return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)))
+
+
+def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> tuple[int, dict[str, Any]]:
+    """Send, step, record; whatever ends it, metrics.json is written of what was done. Returns exit code and metrics."""
+    recorder, exit_code = job.recorder, FAULT
+    try:
+        with gentle_interrupt() as interrupt, closing(job.progress):
+            sender = Sender(job.stack, job.planned, recorder, lambda: interrupt.wanted, sleep, job.progress.update)
+            recorder.start(job.stack.engine.clock())
+            sender.run(recorder.start_s)
+        exit_code = INTERRUPTED if interrupt.wanted and recorder.num_ended < len(job.planned) else _exit_code(recorder)
+    except UserError:
+        exit_code = USER_ERROR
+        raise
+    except KeyboardInterrupt:
+        exit_code = INTERRUPTED
+    finally:
+        metrics = recorder.metrics()
+        if exit_code == INTERRUPTED:
+            log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
+            metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
+        try:
+            write_json(folder / "metrics.json", metrics)
+        finally:
+            job.sinks.finish(metrics, exit_code)
+    return exit_code, metrics
+
+
+def _exit_code(recorder: Recorder) -> int:
+    if recorder.num_faults:
+        return FAULT
+    totals = recorder.requests
+    return USER_ERROR if totals.num_failed and totals.num_failed == totals.num_requests else DONE
+
+
+def _model_facts(stack: Stack) -> ModelFacts:
+    tokenizer, config = stack.frontend.tokenizer, stack.engine.model_config
+    special = set(config.eos_ids)
+    if tokenizer is not None:
+        special.update(tokenizer.all_special_ids)
+        special.update(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+    def encode_text(text: str) -> list[int]:
+        if tokenizer is None:
+            raise UserError("this workload needs text, and the model has no tokenizer.")
+        return encode(tokenizer, text, add_special_tokens=True)
+
+    return ModelFacts(config.vocab_size, stack.engine.max_model_len, frozenset(special), encode_text)
+
+
+def _sinks(settings: Settings) -> Sinks:
+    """The run folder's own, W&B unless it is disabled."""
+    further = []
+    if settings.tracking.wandb.mode != "disabled":
+        sink = resolve("sink", PluginChoice("wandb"), Needs())
+        further.append(sink.entry.load()(settings.tracking.wandb))
+    return Sinks(resolve("sink", PluginChoice("jsonl"), Needs()).make(), further)

@@ -1,0 +1,152 @@
+"""Takes in what happens in a run, passes it to the sinks, and adds it up to metrics.json."""
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lab.bench.sender import Planned
+from lab.contracts.sink import RunInfo, Sink
+from lab.engine.engine import Engine
+from lab.engine.generation import Generation
+from lab.engine.request_output import RequestOutput
+from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
+from lab.metrics.records import refused_line, request_lines
+from lab.metrics.roofline import DeviceFacts, Floors
+from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals
+from lab.types import Update
+
+log = logging.getLogger("lab")
+
+
+class Sinks:
+    """The run folder's own sink, whose errors end the run, and further ones, whose errors only end them."""
+
+    def __init__(self, own: Sink, further: Sequence[Sink]) -> None:
+        self._own = own
+        self._further = list(further)
+
+    def start(self, run: RunInfo) -> None:
+        self._own.start(run)
+        self._guarded(lambda sink: sink.start(run))
+
+    def step(self, line: dict[str, Any]) -> None:
+        self._own.step(line)
+        self._guarded(lambda sink: sink.step(line))
+
+    def request(self, line: dict[str, Any]) -> None:
+        self._own.request(line)
+        self._guarded(lambda sink: sink.request(line))
+
+    def finish(self, metrics: dict[str, Any], exit_code: int) -> None:
+        self._own.finish(metrics, exit_code)
+        self._guarded(lambda sink: sink.finish(metrics, exit_code))
+
+    def _guarded(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._further):
+            try:
+                call(sink)
+            except Exception:  # noqa: BLE001 - tracking may fail in any way and never fails the run; the log has it all
+                self._further.remove(sink)
+                log.warning("sink '%s' failed and gets no more records:\n%s", sink.name, traceback.format_exc().rstrip())
+
+
+class Recorder:
+    """The listener of a run: totals, the first outputs to show, and the sinks.
+
+    Args:
+        floors: what the model could reach on this device, None where that is not known.
+    """
+
+    NUM_SHOWN = 3
+
+    def __init__(
+        self,
+        engine: Engine,
+        sinks: Sinks,
+        goodput: dict[str, float],
+        device: DeviceFacts | None = None,
+        floors: Floors | None = None,
+    ) -> None:
+        self.requests = RequestTotals(engine.blocks.block_size, goodput)
+        self.steps = StepTotals(engine.blocks.block_size, None if floors is None else floors.step_s)
+        self.drafts = DraftTotals()
+        self.shown: list[tuple[Planned, RequestOutput]] = []
+        self.first_refusal: str | None = None
+        self.num_faults = 0  # requests that ended because a step failed
+        self.start_s = 0.0  # on the engine's clock; set when the run starts
+        self.last_s = 0.0  # the end of the last request so far
+        self._engine = engine
+        self._sinks = sinks
+        self._device = device
+        self._floors = floors
+
+    def start(self, now_s: float) -> None:
+        self.start_s = self.last_s = now_s
+        self._engine.on_step = self._step
+
+    @property
+    def num_ended(self) -> int:
+        return self.requests.num_requests
+
+    def refused(self, planned: Planned, error: str) -> None:
+        prompt_tokens = len(planned.submission.prompt_ids) if planned.submission is not None else None
+        if self.first_refusal is None:
+            self.first_refusal = error
+        log.warning("request %s was refused: %s", planned.id, error)
+        self._take([refused_line(planned.id, planned.item.arrival_s, error, prompt_tokens)])
+
+    def updates(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self.drafts.add(update.num_drafts, update.num_accepted)
+
+    def finished(self, generation: Generation, planned: Planned) -> None:
+        output = generation.output()
+        self.num_faults += output.error is not None
+        if len(self.shown) < self.NUM_SHOWN and output.error is None:
+            self.shown.append((planned, output))
+        self.last_s = self._engine.clock()
+        lines = request_lines(output, self.start_s)
+        if planned.item.reference is not None:
+            lines[0]["reference"] = planned.item.reference
+        self._take(lines)
+
+    def _take(self, lines: list[dict[str, Any]]) -> None:
+        self.requests.add(lines)
+        for line in lines:
+            self._sinks.request(line)
+
+    def _step(self, line: dict[str, Any]) -> None:
+        self.steps.add(line)
+        self._sinks.step(line)
+
+    def metrics(self) -> dict[str, Any]:
+        """metrics.json, of what has ended so far."""
+        engine, blocks, facts = self._engine, self._engine.blocks, self._engine.facts
+        found = self.requests.metrics(self.last_s - self.start_s)
+        found["num_steps"] = self.steps.num_steps
+        if blocks.enable_prefix_caching:
+            stats = blocks.stats
+            found["prefix_cache"] = {"queries": stats.queries, "hits": stats.hits, "hit_rate": stats.hit_rate}
+        drafts = self.drafts.metrics(self.steps.draft_ms_share)
+        if drafts is not None:
+            found["spec"] = drafts
+        found["kv"] = {
+            "num_blocks": blocks.num_blocks,
+            "block_size": blocks.block_size,
+            "bytes_per_token": facts.kv_bytes_per_token,
+            "peak_used_blocks": blocks.peak_used,
+            "waste_fraction": self.requests.waste_fraction,
+        }
+        found["compile"] = {"dispatch": {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}}
+        found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
+        if facts.device != "cpu":
+            found["memory"]["peak_device_bytes"] = peak_device_bytes()
+        if self._device is not None and self._floors is not None:
+            found["roofline"] = {
+                "bandwidth_gb_s": self._device.bandwidth / 1e9,
+                "peak_gflop_s": self._floors.peak_flops / 1e9,
+                **self.steps.decode_metrics(),
+            }
+        found["startup_s"] = engine.startup_s
+        return found
