@@ -1,7 +1,9 @@
 """How a request's tokens are chosen and when it ends. Torch-free; every bad value is refused here, by name."""
 
 import math
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from lab.errors import UserError, nearest
 
 MAX_LOGPROBS = 1024
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,10}")  # JSON has only strings for keys
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing logits by it would overflow
 
 
@@ -49,6 +52,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("bad_words", "stop"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None:
@@ -87,7 +92,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def check(self, vocab_size: int) -> None:
-        """Refuse token ids outside the model's vocabulary. Raises UserError naming the field."""
+        """Refuse token ids outside the model's vocabulary, and more logprobs than it has tokens. Raises UserError."""
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise UserError(f"sampling: {name} is {count}; the vocabulary has {vocab_size} tokens.")
         ids = {
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -111,7 +120,10 @@ class SamplingParams:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else tuple(value or ())
+    items = (value,) if isinstance(value, str) else () if value is None else value
+    if isinstance(items, (bytes, Mapping)) or not isinstance(items, Iterable):
+        raise UserError(f"sampling: {name} takes a string or a list of strings, got {value!r}.")
+    items = tuple(items)
     for item in items:
         if not isinstance(item, str) or not item:
             raise UserError(f"sampling: {name} takes strings that are not empty, got {item!r}.")
@@ -119,6 +131,9 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise UserError(f"sampling: {name} takes a list of token ids, got {value!r}.")
+    value = tuple(value)
     for item in value:
         if not isinstance(item, Integral) or isinstance(item, bool) or item < 0:
             raise UserError(f"sampling: {name} takes token ids (whole numbers from 0), got {item!r}.")
@@ -130,10 +145,10 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise UserError(f"sampling: logit_bias takes a mapping of token id to bias, got {value!r}.")
     bias: dict[int, float] = {}
     for key, amount in value.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise UserError(f"sampling: logit_bias has the key {key!r}, which is not a token id.") from None
+        is_id = isinstance(key, Integral) and not isinstance(key, bool)
+        if not is_id and not (isinstance(key, str) and _WHOLE_NUMBER.fullmatch(key)):
+            raise UserError(f"sampling: logit_bias has the key {key!r}, which is not a token id.")
+        token = int(key)
         if token < 0:
             raise UserError(f"sampling: logit_bias has token id {token}; ids start at 0.")
         _real(f"logit_bias[{token}]", amount, -math.inf, math.inf)
@@ -149,9 +164,10 @@ def _whole(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value) or math.isinf(value):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:  # false for NaN too
         raise UserError(f"sampling: {name} must be a finite number, got {value!r}.")
     if value < low or value > high or (open_low and value == low):
         bounds = f"{'over' if open_low else 'at least'} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
         shown = bounds if not math.isinf(low) else "a finite number"
-        raise UserError(f"sampling: {name} must be {shown}, got {value:g}.")
+        raise UserError(f"sampling: {name} must be {shown}, got {float(value):g}.")

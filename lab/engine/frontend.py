@@ -79,7 +79,7 @@ class Frontend:
         number = self._num_submissions
         self._num_submissions += 1
         submission_id = request_id if request_id is not None else str(number)
-        seed = params.seed if params.seed is not None else _derived_seed(self._seed, number)
+        seed = int(params.seed) if params.seed is not None else _derived_seed(self._seed, number)
         arrival_s = given["arrival_s"] if given.get("arrival_s") is not None else self._clock()
         requests = []
         for index in range(params.n):
