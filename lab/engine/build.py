@@ -95,22 +95,23 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
 def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
     common = {"device": device.type, "dtype": _name(dtype)}
-    experts = "moe" if config.num_experts else "dense"
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
-        "moe": resolve("moe", settings.moe, Needs(**common, features=frozenset({experts}))),
+        "moe": resolve("moe", settings.moe, Needs(**common)),
         "spec": resolve("spec", settings.spec, Needs(device=device.type)),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy), Needs()),
     }
 
 
 def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
-    """For `auto`, the one weight format that recognises the checkpoint."""
+    """For `auto`: none for a plain checkpoint, else the one weight format that recognises it."""
     if choice.name != "auto":
         return choice
+    if "quantization_config" not in config.raw:
+        return PluginChoice("none", choice.options)
     claims = [e.name for e in registry.entries("quant") if not e.broken and e.load().detect(config.raw)]
     if len(claims) != 1:
-        method = config.raw.get("quantization_config", {}).get("quant_method")
+        method = config.raw["quantization_config"].get("quant_method")
         found = f"{len(claims)} plugins claim it: {', '.join(claims)}" if claims else "no plugin reads it"
         raise UserError(f"the checkpoint's weight format '{method}': {found}. Choose one with +quant=NAME.")
     return PluginChoice(claims[0], choice.options)

@@ -6,7 +6,6 @@ from typing import Any
 from lab import registry
 from lab.capabilities import Needs, Verdict, choose, unmet
 from lab.settings import PluginChoice
-from lab.typed import from_plain
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
         registry.get(kind, choice.name).load()
     name = choose(kind, choice.name, verdicts)
     entry = registry.get(kind, name)
-    options = from_plain(entry.options, choice.options, kind)
+    options = entry.make_options(choice.options)
     passed_over = {v.name: list(v.reasons) or _not_chosen(choice, name) for v in verdicts if v.name != name}
     record = {
         "name": name,
