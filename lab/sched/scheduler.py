@@ -95,6 +95,21 @@ class Scheduler:
         self._end(request, reason, stop_reason)
         return True
 
+    def fail_all(self) -> list[str]:
+        """End every request, and forget the steps in flight and the cache: a step failed, and its rows are gone.
+
+        Returns:
+            The ids of the requests that ended.
+        """
+        failed = list(self._requests.values())
+        for request in failed:
+            self._end(request, FinishReason.ERROR, None)
+        self._in_flight.clear()
+        self._freed.clear()
+        emptied = self.blocks.reset_prefix_cache()
+        assert emptied, "blocks are in use by nobody"
+        return [request.id for request in failed]
+
     def schedule(self, now: float) -> Step:
         """Plan the next step; `now` is the time on the engine's clock.
 
