@@ -108,10 +108,9 @@ def plan_sweep(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (),
         params = OmegaConf.select(cfg, "hydra.sweeper.params") or {}
         parsed = session.parse(normalise([f"{key}={value}" for key, value in params.items()])) + parsed
         axes = {o.get_key_element(): o for o in parsed}  # the last of a name wins, in the place of the first
-        choices = {key: session.choices(override) for key, override in axes.items()}
         points: list[list[str]] = [[]]
-        for key, values in choices.items():
-            points = [[*point, f"{key}={value}"] for point in points for value in values]
+        for override in axes.values():
+            points = [[*point, text] for point in points for text in session.choices(override)]
         swept = [key for key, override in axes.items() if override.is_sweep_override()]
         return SweepPlan(points, swept or list(axes), _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
 
@@ -177,6 +176,33 @@ def to_yaml(settings: Settings) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(settings)))
 
 
+def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
+    """The plugin that `+KIND=NAME` names, of any kind, with its options from `KIND.OPTION=VALUE`."""
+    name_of: dict[str, str] = {}
+    options: dict[str, dict[str, Any]] = {}
+    with _session(()) as session:
+        for text in overrides:
+            override = session.read(text.lstrip("+"))
+            kind, _, option = override.key_or_group.partition(".")
+            if kind not in registry.KINDS:
+                raise unknown("kind of plugin", kind, registry.KINDS)
+            if override.is_sweep_override():
+                raise _ambiguous(override)
+            with _our_words():
+                value = OmegaConf.to_container(OmegaConf.create([override.value()]), resolve=True)[0]
+            if option:
+                _put(options.setdefault(kind, {}), option, value)
+            else:
+                name_of[kind] = str(value)
+    if len(name_of) != 1 or set(options) - set(name_of):
+        raise UserError(
+            "name one plugin to check, and options of that one only: lab check +attention=NAME attention.OPTION=VALUE."
+        )
+    ((kind, name),) = name_of.items()
+    entry = registry.get(kind, name)
+    return entry, entry.make_options(options.get(kind, {}))
+
+
 def quoted(value: str) -> str:
     """`value` as a quoted string of Hydra's grammar, whatever characters it holds."""
     body = re.sub(r"(\\*)'", lambda m: m.group(1) * 2 + r"\'", value)
@@ -193,16 +219,17 @@ class _Session:
 
     def parse(self, texts: Sequence[str]) -> list[Override]:
         """Read overrides and refuse names that do not exist."""
-        parser = OverridesParser.create(config_loader=self._loader)
-        parsed = []
-        for text in texts:
-            try:
-                (override,) = parser.parse_overrides([text])
-            except OverrideParseException as error:
-                raise _unreadable(text, error) from None
+        parsed = [self.read(text) for text in texts]
+        for override in parsed:
             check_name(override.key_or_group)
-            parsed.append(override)
         return parsed
+
+    def read(self, text: str) -> Override:
+        try:
+            (override,) = OverridesParser.create(config_loader=self._loader).parse_overrides([text])
+        except OverrideParseException as error:
+            raise _unreadable(text, error) from None
+        return override
 
     def check_choice(self, override: Override) -> None:
         """Refuse a group's choice that does not exist, naming the nearest one."""
@@ -218,13 +245,13 @@ class _Session:
             raise unknown(what, name, [*names, "auto"] if group in AUTO_GROUPS else names)
 
     def choices(self, override: Override) -> list[str]:
-        """The values of an override, each as text that Hydra reads again; one when it is no sweep."""
+        """The overrides that a sweep makes of this one; itself alone when it is no sweep."""
         if not override.is_sweep_override():
-            return [override.get_value_element_as_str()]
+            return [override.input_line]
         if not override.is_discrete_sweep():
             raise UserError(f"{override.input_line}: a sweep takes a list, choice(), range() or glob(), not an interval.")
         with _our_words():
-            return list(override.sweep_string_iterator())
+            return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
     def compose(self, overrides: Sequence[Override]) -> Any:
         lines = [o.input_line for o in overrides if o.key_or_group != "hydra.searchpath"]
@@ -327,6 +354,14 @@ def _unreadable(text: str, error: OverrideParseException) -> UserError:
     return UserError(
         f"cannot read '{text}': {detail}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
     )
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in nested dictionaries."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
 
 
 def _lists(value: Any) -> Any:

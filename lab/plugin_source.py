@@ -8,11 +8,12 @@ class is imported.
 import ast
 import dataclasses
 import re
+import sys
 import traceback
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.capabilities import Capabilities
 from lab.errors import UserError
@@ -36,6 +37,15 @@ class Found:
     broken: str | None = None  # why the file cannot be parsed
     options: type | None = None  # None: known once the class is imported
     capabilities: Capabilities | None = None
+    option_docs: dict[str, str] = field(default_factory=dict)
+
+
+class Declared(NamedTuple):
+    """What a class declares or inherits; None for what only an import can tell."""
+
+    options: type | None = None
+    capabilities: Capabilities | None = None
+    option_docs: dict[str, str] = {}  # noqa: RUF012 - never written to
 
 
 def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
@@ -66,6 +76,22 @@ def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
     return found
 
 
+def field_docs(cls: type) -> dict[str, str]:
+    """The comments beside the fields of an imported dataclass and of those it derives from."""
+    docs: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        file = getattr(sys.modules.get(part.__module__), "__file__", None)
+        if file is None or not dataclasses.is_dataclass(part):
+            continue
+        node: Any = ast.parse(Path(file).read_bytes())
+        for name in part.__qualname__.split("."):
+            node = next((n for n in node.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+            if node is None:  # made by a function
+                break
+        docs |= _comments(node, Path(file))
+    return docs
+
+
 def first_line(doc: str | None) -> str:
     return (doc or "").strip().split("\n")[0]
 
@@ -85,30 +111,29 @@ def _registrations(node: ast.ClassDef, path: Path) -> list[tuple[str, str]]:
 
 
 def _describe(tree: ast.Module, node: ast.ClassDef, kind: str, name: str, path: Path, contracts: set[str]) -> Found:
-    options, capabilities = _declarations(tree, node, path, contracts)
-    return Found(kind, name, node.name, first_line(ast.get_docstring(node)), options=options, capabilities=capabilities)
+    declared = _declarations(tree, node, path, contracts)
+    doc = first_line(ast.get_docstring(node))
+    return Found(kind, name, node.name, doc, None, declared.options, declared.capabilities, declared.option_docs)
 
 
-def _declarations(
-    tree: ast.Module, node: ast.ClassDef, path: Path, contracts: set[str]
-) -> tuple[type | None, Capabilities | None]:
-    """`Options` and `capabilities` of a class, its own or inherited; None for what only an import can tell."""
-    declared = [n for n in node.body if _declares(n) in ("Options", "capabilities")]
+def _declarations(tree: ast.Module, node: ast.ClassDef, path: Path, contracts: set[str]) -> Declared:
+    declared = {name: n for n in node.body if (name := _declares(n)) in ("Options", "capabilities")}
     try:
-        namespace = _evaluate(tree, declared)
+        namespace = _evaluate(tree, list(declared.values()))
     except (NameError, AttributeError, TypeError, ValueError):
-        return None, None  # its declarations need the file's imports
-    options, capabilities = namespace.get("Options"), namespace.get("capabilities")
-    if len(node.bases) == 1 and (options is None or capabilities is None):
-        inherited = _base_declarations(tree, ast.unparse(node.bases[0]).rpartition(".")[2], path, contracts)
-        options, capabilities = options or inherited[0], capabilities or inherited[1]
-    return options, capabilities
+        return Declared()  # its declarations need the file's imports
+    own = Declared(namespace.get("Options"), namespace.get("capabilities"), _comments(declared.get("Options"), path))
+    if len(node.bases) != 1 or (own.options and own.capabilities):
+        return own
+    inherited = _base_declarations(tree, ast.unparse(node.bases[0]).rpartition(".")[2], path, contracts)
+    options = own if own.options else inherited
+    return Declared(options.options, own.capabilities or inherited.capabilities, options.option_docs)
 
 
 def _base_declarations(tree: ast.Module, base: str, path: Path, contracts: set[str]) -> tuple[type | None, Capabilities | None]:
     """Those of a base class that is a contract, stands in the same file, or comes from a file beside it."""
     if base in contracts:
-        return NoOptions, Capabilities()
+        return Declared(NoOptions, Capabilities())
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == base:
             return _declarations(tree, node, path, contracts)
@@ -117,11 +142,14 @@ def _base_declarations(tree: ast.Module, base: str, path: Path, contracts: set[s
             beside = path.parent / f"{module}.py"
             is_here = node.level == 1 and not package or package.split(".")[-1] == path.parent.name
             if is_here and beside.is_file():
-                imported = ast.parse(beside.read_bytes(), filename=str(beside))
+                try:
+                    imported = ast.parse(beside.read_bytes(), filename=str(beside))
+                except (SyntaxError, ValueError):
+                    return Declared()  # importing the plugin will tell
                 original = next(a.name for a in node.names if (a.asname or a.name) == base)
                 found = (n for n in imported.body if isinstance(n, ast.ClassDef) and n.name == original)
-                return next((_declarations(imported, n, beside, contracts) for n in found), (None, None))
-    return None, None
+                return next((_declarations(imported, n, beside, contracts) for n in found), Declared())
+    return Declared()
 
 
 def _declares(node: ast.stmt) -> str | None:
@@ -132,6 +160,20 @@ def _declares(node: ast.stmt) -> str | None:
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         return node.target.id
     return None
+
+
+def _comments(node: ast.stmt | None, path: Path) -> dict[str, str]:
+    """The comment at the end of each field's line."""
+    if not isinstance(node, ast.ClassDef):
+        return {}
+    lines = path.read_bytes().splitlines()
+    docs = {}
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            rest = lines[statement.end_lineno - 1][statement.end_col_offset :].decode("utf-8", "replace").strip()
+            if rest.startswith("#"):
+                docs[statement.target.id] = rest.lstrip("# ")
+    return docs
 
 
 def _evaluate(tree: ast.Module, declared: list[ast.stmt]) -> dict[str, Any]:

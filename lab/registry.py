@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from lab.capabilities import Capabilities
 from lab.errors import UserError, nearest, unknown
-from lab.plugin_source import Found, NoOptions, first_line, read_plugins
+from lab.plugin_source import Found, NoOptions, field_docs, first_line, read_plugins
 from lab.typed import from_plain
 
 FOLDER_OF_KIND = {"attention": "attention", "spec": "spec_decode", "quant": "quant", "moe": "moe"}
@@ -70,6 +70,7 @@ class Entry:
     cls: type | None = None
     static_options: type | None = None
     static_capabilities: Capabilities | None = None
+    static_option_docs: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def load(self) -> type:
         """The plugin's class, imported on first use. Raises BrokenPlugin with the plugin's own traceback."""
@@ -103,6 +104,11 @@ class Entry:
     @property
     def option_names(self) -> list[str]:
         return [f.name for f in dataclasses.fields(self.options) if f.init]
+
+    @property
+    def option_docs(self) -> dict[str, str]:
+        """What the comment beside each option says."""
+        return self.static_option_docs if self.static_options else field_docs(self.options)
 
     @property
     def known_option_names(self) -> list[str]:
@@ -246,6 +252,7 @@ def _entry(found: Found, module: str, path: Path | None, source: str) -> Entry:
         found.broken,
         static_options=found.options,
         static_capabilities=found.capabilities,
+        static_option_docs=found.option_docs,
     )
 
 

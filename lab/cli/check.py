@@ -1,0 +1,37 @@
+"""`lab check`: the contract tests of a plugin's kind on one plugin."""
+
+import json
+
+from lab import registry
+from lab.checks import CheckResult, run_checks
+from lab.cli.arguments import Arguments
+from lab.cli.machine import unusable
+from lab.config import plugin_to_check
+from lab.errors import UserError
+
+
+def check(arguments: Arguments) -> int:
+    registry.discover(arguments.plugins)
+    entry, options = plugin_to_check(arguments.overrides)
+    if reasons := unusable(entry):
+        raise UserError(f"{entry.kind} plugin '{entry.name}' cannot be checked on this machine: {'; '.join(reasons)}.")
+    results: list[CheckResult] = []
+    for result in run_checks(entry, options):
+        results.append(result)
+        if not arguments.json:
+            print(_line(result), flush=True)
+    failed = [r for r in results if not r.ok]
+    if arguments.json:
+        rows = [{"name": r.name, "proves": r.proves, "ok": r.ok, "reason": r.reason} for r in results]
+        print(json.dumps({"kind": entry.kind, "name": entry.name, "ok": not failed, "checks": rows}))
+    else:
+        verdict = f"breaks its contract: {len(failed)} of {len(results)} checks failed" if failed else "keeps its contract"
+        print(f"\n{entry.kind} plugin '{entry.name}' {verdict}.")
+    return 1 if failed else 0
+
+
+def _line(result: CheckResult) -> str:
+    if result.ok:
+        return f"ok      {result.name} ({result.seconds:.1f} s): {result.proves}"
+    reason = result.reason.replace("\n", "\n        ")
+    return f"FAILED  {result.name} ({result.seconds:.1f} s): {result.proves}\n        {reason}"
