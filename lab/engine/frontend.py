@@ -1,9 +1,10 @@
 """From a user's prompt and parameters to requests for the engine. Everything is checked here, before any of it gets there."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from lab.engine.engine import Engine
@@ -69,18 +70,13 @@ class Frontend:
         text, prompt_ids = self._prompt_ids(given)
         self._check_prompt(prompt_ids)
         own = self._engine_params(params, len(prompt_ids))
-        priority = given.get("priority", 0)
-        if not isinstance(priority, Integral) or isinstance(priority, bool):
-            raise UserError(f"priority must be a whole number, got {priority!r}.")
-        cache_salt = given.get("cache_salt")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise UserError(f"cache_salt must be a string that is not empty, got {cache_salt!r}.")
+        priority, cache_salt, arrival_s = _extras(given)
 
         number = self._num_submissions
         self._num_submissions += 1
         submission_id = request_id if request_id is not None else str(number)
         seed = int(params.seed) if params.seed is not None else _derived_seed(self._seed, number)
-        arrival_s = given["arrival_s"] if given.get("arrival_s") is not None else self._clock()
+        arrival_s = arrival_s if arrival_s is not None else self._clock()
         requests = []
         for index in range(params.n):
             # the prompt's log-probabilities are the same for all samples: the first brings them
@@ -90,10 +86,10 @@ class Frontend:
                     id=submission_id if params.n == 1 else f"{submission_id}-{index}",
                     prompt_ids=prompt_ids,
                     params=wanted,
-                    arrival_s=float(arrival_s),
+                    arrival_s=arrival_s,
                     seed=(seed + index) % 2**64,
                     eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
-                    priority=int(priority),
+                    priority=priority,
                     cache_salt=cache_salt,
                     fork_group=submission_id if params.n > 1 else None,
                     arrival_index=self._num_requests + index,
@@ -175,6 +171,20 @@ class Frontend:
                 raise UserError(f"sampling: bad_words has {word!r}, which this model's tokenizer cannot write.")
             found += spellings
         return tuple(found)
+
+
+def _extras(given: Mapping[str, Any]) -> tuple[int, str | None, float | None]:
+    """A prompt's priority, cache_salt and arrival_s, checked."""
+    priority, cache_salt, arrival_s = given.get("priority", 0), given.get("cache_salt"), given.get("arrival_s")
+    if not isinstance(priority, Integral) or isinstance(priority, bool):
+        raise UserError(f"priority must be a whole number, got {priority!r}.")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise UserError(f"cache_salt must be a string that is not empty, got {cache_salt!r}.")
+    if arrival_s is None:
+        return int(priority), cache_salt, None
+    if not isinstance(arrival_s, Real) or isinstance(arrival_s, bool) or not math.isfinite(arrival_s):
+        raise UserError(f"arrival_s must be a number of seconds, got {arrival_s!r}.")
+    return int(priority), cache_salt, float(arrival_s)
 
 
 def _derived_seed(seed: int, number: int) -> int:
