@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lab.engine.engine import Engine
 from lab.engine.frontend import Prompt
 from lab.engine.generation import Generation
 from lab.engine.request_output import RequestOutput
@@ -58,6 +59,11 @@ class LLM:
     @property
     def settings(self) -> Settings:
         return self._open_stack.settings
+
+    @property
+    def engine(self) -> Engine:
+        """The engine core, for studies that look inside."""
+        return self._open_stack.engine
 
     @property
     def tokenizer(self) -> Any:
