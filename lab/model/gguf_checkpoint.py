@@ -77,6 +77,10 @@ class GgufCheckpoint(Checkpoint):
     def names(self) -> Iterable[str]:
         return self._name_of.keys()
 
+    def shapes(self) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Every tensor with its shape."""
+        return [(name, self.file.tensors[source].shape) for name, source in self._name_of.items()]
+
     def file_of(self, name: str) -> str:
         return str(self.file.path)
 
