@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.sched.fake_runner import FakeRunner, solo_output
-
 from lab.kv.blocks import BlockManager
 from lab.sampling_params import SamplingParams
 from lab.sched.policies.fcfs import FirstComeFirstServed
@@ -13,6 +11,7 @@ from lab.sched.policies.priority import ByPriority
 from lab.sched.scheduler import Scheduler
 from lab.settings import DebugSettings, SchedulerSettings
 from lab.types import FinishReason, Request, Step, StepResult, Update
+from tests.sched.fake_runner import FakeRunner, solo_output
 
 POLICIES = {"fcfs": FirstComeFirstServed, "priority": ByPriority}
 
@@ -113,14 +112,20 @@ class Harness:
     def check_outputs(self) -> None:
         """Every request that was not aborted has exactly the output it has alone; an aborted one has the beginning of it."""
         for request in self.requests.values():
-            params = request.params
+            params, updates = request.params, [u for u in self.updates if u.request_id == request.id]
             eos_ids = frozenset() if params.ignore_eos else request.eos_ids
             right = solo_output(request.prompt_ids, request.max_len, eos_ids, params.stop_token_ids, params.min_tokens)
             got = self.output(request.id)
             assert got == request.output_ids
-            finals = [u for u in self.updates if u.request_id == request.id and u.finish_reason is not None]
+            for update in updates:
+                assert update.num_accepted <= min(update.num_drafts, len(update.token_ids))
+                assert [p.token_ids[0] for p in update.logprobs or []] == update.token_ids
+            told = [p.token_ids[0] for u in updates for p in u.prompt_logprobs or []]
+            right_told = request.prompt_ids[1:] if params.prompt_logprobs is not None else []
+            finals = [u for u in updates if u.finish_reason is not None]
             if request.finish_reason is FinishReason.ABORT:
-                assert got == right[: len(got)] and not finals
+                assert got == right[: len(got)] and told == right_told[: len(told)] and not finals
             else:
                 assert got == right, f"{request.id}: {got} instead of {right}"
-                assert len(finals) == 1 and finals[0].finish_reason is request.finish_reason
+                assert told == right_told, f"{request.id}: prompt log-probabilities of {told}"
+                assert finals == updates[-1:] and finals[0].finish_reason is request.finish_reason
