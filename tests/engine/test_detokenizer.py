@@ -102,7 +102,7 @@ def test_smollm2_streams_a_piece_for_each_completed_character(smollm2_tokenizer,
 
 
 def test_smollm2_streams_the_family_emoji_of_13_tokens(smollm2_tokenizer):
-    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466"
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
     ids = smollm2_tokenizer.encode(family)
     assert len(ids) == 13
     pieces, rest = pieces_of(smollm2_tokenizer, ids)
