@@ -37,7 +37,7 @@ def refuse_if_never_fits(request: Request, settings: SchedulerSettings, blocks: 
     total = max_len(request, max_model_len)
     for num_tokens, what in (
         (num_prompt, f"the prompt of {num_prompt} tokens"),
-        (total - 1, f"{total} tokens with its output"),
+        (total - 1, f"a total of {total} tokens"),
     ):
         needed = blocks.blocks_for(num_tokens)
         if needed > blocks.num_blocks:
