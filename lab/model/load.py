@@ -58,7 +58,7 @@ def load_model(
     try:
         plain = registry.get("quant", "none")
         build = Build(
-            config, dtype, device, quant, plain.load()(plain.options()), max_model_len or config.max_position_embeddings
+            config, dtype, device, quant, plain.load()(plain.make_options({})), max_model_len or config.max_position_embeddings
         )
         with torch.inference_mode():
             model = Decoder(build)

@@ -38,9 +38,10 @@ class Linear(nn.Module):
             for part, rows in spec.parts:
                 checkpoint.read(f"{part}.bias", self.bias[start : start + rows])
                 start += rows
-        self._keep(self.quant.finish(loaded, spec))
+        self.keep(self.quant.finish(loaded, spec))
 
-    def _keep(self, finished: dict[str, torch.Tensor]) -> None:
+    def keep(self, finished: dict[str, torch.Tensor]) -> None:
+        """Take the finished tensors as the layer's weights."""
         self._names = tuple(name for name, tensor in finished.items() if tensor.layout is torch.strided)
         for name in self._names:
             self.register_buffer(f"w_{name}", finished[name], persistent=False)
