@@ -153,13 +153,21 @@ class _Memory(Checkpoint):
         """There are no files."""
 
 
-def _load(
-    quant: Quant, source: Checkpoint, parts: tuple[tuple[str, int], ...], dtype: torch.dtype, bias: bool = False
-) -> Linear:
+def _load(quant: Quant, source: Checkpoint, parts: Parts, dtype: torch.dtype, *, bias: bool = False) -> Linear:
     rows = sum(size for _, size in parts)
-    layer = Linear(LinearSpec("layer", 64, rows, dtype, torch.device("cpu"), parts, bias), quant)
+    layer = Linear(LinearSpec("layer", 64, rows, dtype, _device(quant), parts, bias), quant)
     layer.load(source)
     return layer
+
+
+def _device(quant: Quant) -> torch.device:
+    """The CPU, or the device that the plugin is for."""
+    devices = quant.capabilities.devices
+    if not devices or "cpu" in devices:
+        return torch.device("cpu")
+    if "cuda" in devices and torch.cuda.is_available():
+        return torch.device("cuda")
+    raise CheckFailed(f"it runs on {', '.join(sorted(devices))}, which this machine does not have")
 
 
 def _layer(entry: Entry, options: Any) -> tuple[Quant, LinearSpec, dict[str, torch.Tensor]]:
