@@ -8,6 +8,7 @@ from typing import Any
 from lab.engine.engine import Engine
 from lab.engine.frontend import Prompt
 from lab.engine.generation import Generation
+from lab.engine.interrupt import Interrupt, gentle_interrupt
 from lab.engine.request_output import RequestOutput
 from lab.engine.stack import Stack, build_stack, engine_metrics, settings_for
 from lab.errors import UserError
@@ -86,6 +87,7 @@ class LLM:
 
         Raises:
             UserError: when any prompt or parameter is wrong. None of the prompts has run then.
+            KeyboardInterrupt: on Ctrl-C, between two steps; what ran is aborted, and the LLM may be used again.
         """
         stack = self._open_stack
         if isinstance(prompts, (str, Mapping)):
@@ -96,14 +98,15 @@ class LLM:
             with _naming_prompt(i, len(prompts)):
                 submissions.append(stack.frontend.prepare(prompt, params))
         generations: list[Generation] = []
-        try:
-            for i, submission in enumerate(submissions):
-                with _naming_prompt(i, len(prompts)):
-                    generations.append(stack.outputs.submit(submission))
-            self._run(generations, progress)
-        finally:  # on Ctrl-C and on a refusal nothing is left behind; after a full run this ends nothing
-            for generation in generations:
-                stack.outputs.abort(generation)
+        with gentle_interrupt() as interrupt:
+            try:
+                for i, submission in enumerate(submissions):
+                    with _naming_prompt(i, len(prompts)):
+                        generations.append(stack.outputs.submit(submission))
+                self._run(generations, progress, interrupt)
+            finally:  # on Ctrl-C and on a refusal nothing is left behind; after a full run this ends nothing
+                for generation in generations:
+                    stack.outputs.abort(generation)
         return [generation.output() for generation in generations]
 
     def chat(
@@ -137,7 +140,7 @@ class LLM:
             raise UserError("this LLM is closed: make another one.")
         return self._stack
 
-    def _run(self, generations: list[Generation], progress: bool) -> None:
+    def _run(self, generations: list[Generation], progress: bool, interrupt: Interrupt) -> None:
         stack = self._open_stack
         with _progress(len(generations), progress) as advance:
             num_done = 0
@@ -146,6 +149,8 @@ class LLM:
                 num_finished = sum(generation.finished for generation in changed)
                 num_done += num_finished
                 advance(num_finished)
+                if interrupt.wanted:
+                    raise KeyboardInterrupt
 
 
 def _one_for_each(params: Params, num_prompts: int) -> list[SamplingParams | None]:
