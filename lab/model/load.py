@@ -21,6 +21,7 @@ from lab.model.config import ModelConfig
 from lab.model.decoder import Build, Decoder
 from lab.model.dummy_checkpoint import DummyCheckpoint
 from lab.model.gguf_checkpoint import GgufCheckpoint
+from lab.model.layers.linear import Linear
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
 
 log = logging.getLogger("lab")
@@ -72,10 +73,14 @@ def load_model(
 
 
 def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Read every tensor of the model, in the order of its modules."""
-    for module in model.modules():
-        if hasattr(module, "load"):
-            module.load(checkpoint)
+    """Read every tensor of the model, the largest layers first: while one is repacked it is there twice."""
+    modules = [module for module in model.modules() if hasattr(module, "load")]
+    for module in sorted(modules, key=_repacked_elements, reverse=True):
+        module.load(checkpoint)
+
+
+def _repacked_elements(module: nn.Module) -> int:
+    return module.spec.in_features * module.spec.out_features if isinstance(module, Linear) else 0
 
 
 def weights_bytes(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from lab.model.checkpoint import Checkpoint, check_fit
 from lab.model.config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
+_CHUNK_BYTES = 4 << 20  # copied at a time
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,13 +61,25 @@ class SafetensorsFile:
     def read(self, name: str, out: torch.Tensor) -> None:
         entry = self.entries[name]
         check_fit(self.path, name, entry.shape, entry.dtype, out)
-        if out.numel() == 0:
+        if not entry.shape:
+            out.copy_(self._view(entry.dtype, 1, entry.start)[0])
             return
-        count = prod(entry.shape)
-        out.copy_(torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape))
-        first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        if entry.end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, entry.end - first)
+        row_elements = prod(entry.shape[1:])
+        rows_at_once = max(1, _CHUNK_BYTES // max(1, row_elements * entry.dtype.itemsize))
+        for first in range(0, entry.shape[0] if row_elements else 0, rows_at_once):
+            rows = out[first : first + rows_at_once]
+            start = entry.start + first * row_elements * entry.dtype.itemsize
+            rows.copy_(self._view(entry.dtype, rows.numel(), start).view(rows.shape))
+            self._let_go(start, rows.numel() * entry.dtype.itemsize)
+
+    def _view(self, dtype: torch.dtype, count: int, start: int) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
+
+    def _let_go(self, start: int, num_bytes: int) -> None:
+        """Give pages back that are wholly inside; else the mapped file would count as memory of this process."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start + num_bytes > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + num_bytes - first)
 
     def close(self) -> None:
         self._map.close()
