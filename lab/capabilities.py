@@ -30,8 +30,13 @@ class Capabilities:
     priority: int = 0  # among usable plugins `auto` takes the highest
 
     def __post_init__(self) -> None:
+        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features", "packages"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"capabilities: {name} takes a set of names, not the one text {getattr(self, name)!r}")
         for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features"):
             object.__setattr__(self, name, frozenset(getattr(self, name)))
+        if self.graph not in GRAPH_SUPPORT:
+            raise ValueError(f"capabilities: graph must be one of {', '.join(GRAPH_SUPPORT)}; got {self.graph!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     if capabilities.api_version != API_VERSION:
         reasons.append(f"written for plugin API version {capabilities.api_version}, this is version {API_VERSION}")
     for package in capabilities.packages:
-        if importlib.util.find_spec(package) is None:
+        if not _is_installed(package):
             reasons.append(f"package '{package}' is not installed")
     one_of = (
         ("device", needs.device, capabilities.devices, "runs on"),
@@ -99,3 +104,10 @@ def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:
         others = ", ".join(v.name for v in usable) or "none"
         raise UserError(f"{kind} plugin '{name}' cannot serve this run: {'; '.join(verdict.reasons)}.\nThese can: {others}.")
     return name
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent of a dotted name is missing
+        return False
