@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.files import run_log, write_json
-from lab.bench.interrupt import gentle_interrupt
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
 from lab.bench.samples import print_samples
@@ -19,6 +18,7 @@ from lab.bench.sender import Planned, Sender, plan
 from lab.capabilities import Needs
 from lab.contracts.sink import RunInfo
 from lab.contracts.workload import ModelFacts
+from lab.engine.interrupt import gentle_interrupt
 from lab.engine.resolution import Resolved, resolve
 from lab.engine.stack import Stack, build_stack
 from lab.engine.tokenizer import encode
@@ -68,11 +68,12 @@ def run_job(
     Raises:
         UserError: what the settings or the workload get wrong; every request was refused; a disk that takes no more.
     """
+    begin_s = time.perf_counter()
     screen = sys.stderr if as_json else sys.stdout
     with run_log(folder):
         stack, workload = _load(settings, clock)
         with closing(stack.engine):
-            job = _prepare(settings, folder, config, stack, workload)
+            job = _prepare(settings, folder, config, stack, workload, begin_s)
             exit_code, metrics = _run(job, folder, sleep)
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
@@ -92,17 +93,26 @@ def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[
     return build_stack(settings, clock=clock), (resolved, workload)
 
 
-def _prepare(settings: Settings, folder: Path, config: dict[str, Any], stack: Stack, workload: tuple[Resolved, Any]) -> _Job:
+def _prepare(
+    settings: Settings,
+    folder: Path,
+    config: dict[str, Any],
+    stack: Stack,
+    workload: tuple[Resolved, Any],
+    begin_s: float,
+) -> _Job:
     """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
     engine = stack.engine
     resolved, maker = workload
     planned = plan(maker.items(_model_facts(stack)), stack.frontend, stack.frontend.defaults)
+    startup_s = {**engine.startup_s, "total": time.perf_counter() - begin_s}
     records = {**engine.records, "workload": resolved.record}
     write_json(folder / "resolved.json", records)
     write_json(folder / "env.json", describe(engine.facts.device))
     device = measure_device(engine.facts.device, log=log.info)
     sinks = _sinks(settings)
-    recorder = Recorder(engine, sinks, settings.goodput, device, floors(engine.model_config, engine.facts.dtype, device))
+    limits = floors(engine.model_config, engine.facts.dtype, device)
+    recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
     log.info("running %d requests", len(planned))
     return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)))

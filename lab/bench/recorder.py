@@ -55,7 +55,8 @@ class Recorder:
     """The listener of a run: totals, the first outputs to show, and the sinks.
 
     Args:
-        floors: what the model could reach on this device, None where that is not known.
+        startup_s: seconds that loading, warming up and all of the start took.
+        floors: what the model could reach on this device.
     """
 
     NUM_SHOWN = 3
@@ -65,11 +66,12 @@ class Recorder:
         engine: Engine,
         sinks: Sinks,
         goodput: dict[str, float],
-        device: DeviceFacts | None = None,
-        floors: Floors | None = None,
+        startup_s: dict[str, float],
+        device: DeviceFacts,
+        floors: Floors,
     ) -> None:
         self.requests = RequestTotals(engine.blocks.block_size, goodput)
-        self.steps = StepTotals(engine.blocks.block_size, None if floors is None else floors.step_s)
+        self.steps = StepTotals(engine.blocks.block_size, floors.step_s)
         self.drafts = DraftTotals()
         self.shown: list[tuple[Planned, RequestOutput]] = []
         self.first_refusal: str | None = None
@@ -78,6 +80,7 @@ class Recorder:
         self.last_s = 0.0  # the end of the last request so far
         self._engine = engine
         self._sinks = sinks
+        self._startup_s = startup_s
         self._device = device
         self._floors = floors
 
@@ -122,7 +125,7 @@ class Recorder:
 
     def metrics(self) -> dict[str, Any]:
         """metrics.json, of what has ended so far."""
-        engine, blocks, facts = self._engine, self._engine.blocks, self._engine.facts
+        blocks, facts = self._engine.blocks, self._engine.facts
         found = self.requests.metrics(self.last_s - self.start_s)
         found["num_steps"] = self.steps.num_steps
         if blocks.enable_prefix_caching:
@@ -142,11 +145,15 @@ class Recorder:
         found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
         if facts.device != "cpu":
             found["memory"]["peak_device_bytes"] = peak_device_bytes()
-        if self._device is not None and self._floors is not None:
-            found["roofline"] = {
-                "bandwidth_gb_s": self._device.bandwidth / 1e9,
-                "peak_gflop_s": self._floors.peak_flops / 1e9,
-                **self.steps.decode_metrics(),
-            }
-        found["startup_s"] = engine.startup_s
+        found["roofline"] = {
+            "bandwidth_gb_s": self._device.bandwidth / 1e9,
+            "peak_gflop_s": self._floors.peak_flops / 1e9,
+            **self.steps.decode_metrics(),
+        }
+        if found["roofline"].get("floor_ratio", 1.0) < 1.0:
+            log.warning(
+                "decode steps were faster than their floor: the model fits into a cache of the processor, or the device was "
+                "measured while something else kept it busy"
+            )
+        found["startup_s"] = self._startup_s
         return found

@@ -1,0 +1,212 @@
+"""The main job: what stands in the run folder, whatever becomes of the run."""
+
+import json
+import signal
+
+import pytest
+
+from lab.bench.sender import LONGEST_SLEEP_S
+from lab.errors import UserError
+from lab.settings import CacheSettings, PluginChoice, SchedulerSettings
+
+METRICS = {
+    "num_requests num_failed prompt_tokens output_tokens duration_s output_tok_per_s total_tok_per_s requests_per_s",
+    "ttft_ms itl_ms tpot_ms e2e_ms queue_ms prefill_ms decode_ms preemptions prefix_cache kv compile memory roofline startup_s",
+}
+REQUEST = (
+    "id prompt_tokens cached_tokens output_token_ids text finish_reason stop_reason arrival_s ttft_ms itl_ms e2e_ms "
+    "num_preemptions accepted_per_step error"
+)
+STEP = "step t_s ms num_tokens num_requests num_drafts num_accepted padded_to mode kv_used_blocks waiting running preempted"
+
+
+def test_a_run_leaves_its_whole_record(run, capsys):
+    outcome = run([{"prompt": "ABC"}, {"prompt": "XYZa", "sampling": {"max_tokens": 3}, "reference": "bcd"}])
+    assert outcome.code == 0
+    metrics = outcome.metrics
+    assert {name for names in METRICS for name in names.split()} <= set(metrics)
+    assert (metrics["num_requests"], metrics["num_failed"]) == (2, 0)
+    assert (metrics["prompt_tokens"], metrics["output_tokens"]) == (7, 11)
+    first, second = sorted(outcome.lines("requests"), key=lambda line: line["id"])
+    assert set(REQUEST.split()) <= set(first)
+    assert (first["text"], first["output_token_ids"], first["finish_reason"]) == ("DEFGHIJK", list(range(3, 11)), "length")
+    assert (second["text"], second["reference"]) == ("bcd", "bcd")
+    assert first["tokens_per_step"] == [1] * 8 and len(first["itl_ms"]) == 7
+    steps = outcome.lines("steps")
+    assert set(STEP.split()) <= set(steps[0])
+    assert sum(step["num_tokens"] for step in steps) >= 7 + 7 + 2
+    assert metrics["num_steps"] == len(steps) == metrics["compile"]["dispatch"]["none"]
+    resolved = json.loads((outcome.folder / "resolved.json").read_text())
+    assert {"attention", "spec", "quant", "moe", "policy", "workload"} <= set(resolved)
+    assert json.loads((outcome.folder / "env.json").read_text())["threads"] == 1
+    assert "running 2 requests" in (outcome.folder / "log.txt").read_text()
+    shown = capsys.readouterr().out
+    assert "DEFGHIJK" in shown and "TTFT" in shown and str(outcome.folder) in shown
+
+
+def test_waiting_in_the_queue_counts_in_ttft(run, clock):
+    clock.tick = 0.05
+    prompts = [{"prompt": "ABC", "sampling": {"max_tokens": 15}}] * 2
+    first, second = run(prompts, clock=clock, scheduler=SchedulerSettings(max_num_seqs=1)).lines("requests")
+    assert second["queue_ms"] >= 1000.0
+    assert second["ttft_ms"] >= second["queue_ms"] >= first["e2e_ms"] - 1e3
+    for line in (first, second):
+        assert len(line["output_token_ids"]) == sum(line["tokens_per_step"]) == 15
+        assert line["queue_ms"] + line["prefill_ms"] + line["decode_ms"] == pytest.approx(line["e2e_ms"], abs=1.0)
+    assert first["arrival_s"] == second["arrival_s"] == 0.0
+
+
+def test_requests_are_sent_at_their_times_whatever_the_engine_does(run, clock):
+    prompts = [{"prompt": "ABC", "arrival_s": at, "sampling": {"max_tokens": 40}} for at in (0.0, 0.05, 7.5)]
+    outcome = run(prompts, clock=clock)
+    early, held_up, late = sorted(outcome.lines("requests"), key=lambda line: line["id"])
+    assert [early["arrival_s"], held_up["arrival_s"], late["arrival_s"]] == pytest.approx([0.0, 0.05, 7.5])
+    assert held_up["ttft_ms"] < early["e2e_ms"]  # sent while the first one ran, and served beside it
+    assert late["ttft_ms"] < 100.0  # nothing was in its way
+    assert 5.0 < sum(clock.slept) <= 7.5 and max(clock.slept) <= LONGEST_SLEEP_S
+    assert outcome.metrics["duration_s"] >= 7.5
+
+
+def test_a_request_that_cannot_be_served_is_recorded_and_the_run_goes_on(run):
+    prompts = [{"prompt": "ABC"}, {"prompt_token_ids": [5] * 5000}, {"prompt_token_ids": [999]}, {"prompt": "DEF"}]
+    outcome = run(prompts)
+    assert outcome.code == 0
+    assert (outcome.metrics["num_requests"], outcome.metrics["num_failed"]) == (4, 2)
+    by_id = {line["id"]: line for line in outcome.lines("requests")}
+    assert "5000 tokens" in by_id["1"]["error"] and "999" in by_id["2"]["error"]
+    assert by_id["1"]["output_token_ids"] == [] and by_id["1"]["ttft_ms"] is None
+    assert by_id["0"]["error"] is None and by_id["3"]["text"] == "GHIJKLMN"
+
+
+def test_a_request_that_never_fits_the_cache_is_refused_by_the_engine(run):
+    outcome = run([{"prompt": "A" * 40, "sampling": {"max_tokens": 100}}, {"prompt": "ABC"}], cache=CacheSettings(num_blocks=4))
+    assert outcome.metrics["num_failed"] == 1
+    failed = next(line for line in outcome.lines("requests") if line["error"])
+    assert (failed["id"], failed["prompt_tokens"]) == ("0", 40)
+
+
+def test_a_run_of_refusals_is_the_users_mistake(run, tmp_path):
+    with pytest.raises(UserError, match="every request was refused; the first one: .*999"):
+        run([{"prompt_token_ids": [999]}, {"prompt_token_ids": [-1]}])
+    metrics = json.loads((tmp_path / "run0" / "metrics.json").read_text())
+    assert (metrics["num_requests"], metrics["num_failed"]) == (2, 2)
+
+
+def test_bad_sampling_of_a_line_ends_the_run_before_it_starts(run, tmp_path):
+    with pytest.raises(UserError, match="request 0: .*min_tokens"):
+        run([{"prompt": "ABC", "sampling": {"min_tokens": 9}}])
+    assert not (tmp_path / "run0" / "requests.jsonl").exists()
+    assert "min_tokens" in (tmp_path / "run0" / "log.txt").read_text()
+
+
+def test_samples_of_one_request_have_a_line_each(run):
+    outcome = run([{"prompt": "ABC", "sampling": {"n": 3, "temperature": 1.0, "logprobs": 1}}])
+    lines = outcome.lines("requests")
+    assert [(line["id"], line["index"]) for line in lines] == [("0", 0), ("0", 1), ("0", 2)]
+    assert outcome.metrics["num_requests"] == 1 and outcome.metrics["prompt_tokens"] == 3
+    assert outcome.metrics["output_tokens"] == 24
+    entry = lines[0]["logprobs"][0]
+    assert len(lines[0]["logprobs"]) == 8 and entry["token_id"] == lines[0]["output_token_ids"][0]
+    assert entry["top"][str(entry["token_id"])] == entry["logprob"] < 0.0
+
+
+def test_drafts_and_prefix_hits_are_counted(run):
+    repeated = {"prompt": "ABCDEFGHABCDEFGHABCDEFGHABCDEFGHAB", "sampling": {"max_tokens": 12}}
+    outcome = run([repeated, {**repeated, "arrival_s": 0.4}], spec=PluginChoice("ngram"))
+    spec, cache = outcome.metrics["spec"], outcome.metrics["prefix_cache"]
+    assert spec["num_drafts"] > 0 and spec["accepted_tokens"] > 0
+    assert spec["acceptance_per_position"][0] > 0.5
+    lines = outcome.lines("requests")
+    assert sum(sum(line["accepted_per_step"]) for line in lines) == spec["accepted_tokens"]
+    assert max(max(line["tokens_per_step"]) for line in lines) > 1
+    assert cache == {"queries": 68, "hits": 32, "hit_rate": 32 / 68}
+    assert lines[1]["cached_tokens"] == 32
+
+
+def test_goodput_of_a_run(run, clock):
+    prompts = [{"prompt": "ABC"}] * 2
+    scheduler = SchedulerSettings(max_num_seqs=1)
+    outcome = run(prompts, clock=clock, scheduler=scheduler, goodput={"ttft": 20.0})
+    ttft = sorted(line["ttft_ms"] for line in outcome.lines("requests"))
+    assert ttft[0] <= 20.0 < ttft[1]
+    assert outcome.metrics["goodput_req_per_s"] == pytest.approx(1 / outcome.metrics["duration_s"])
+
+
+def test_json_is_the_last_line_and_all_there_is_on_stdout(child, tmp_path):
+    running = child("+workload=random", "workload.num_requests=3", "workload.output.mean=4", flags=["--json"])
+    code, out, err = running.end()
+    assert code == 0, err
+    (line,) = out.splitlines()
+    found = json.loads(line)
+    assert found["folder"] == str(tmp_path / "child")
+    assert found["num_requests"] == 3 and found["output_tokens"] == 12
+    assert "TTFT" in err
+
+
+LONG = ("+workload=random", "workload.num_requests=4000", "workload.output.mean=20", "workload.input.mean=20")
+
+
+def test_a_killed_run_keeps_what_was_finished(child):
+    running = child(*LONG)
+    running.wait_for_requests(5)
+    running.signal(signal.SIGKILL)
+    assert running.end()[0] == -signal.SIGKILL
+    lines = (running.folder / "requests.jsonl").read_text().split("\n")
+    finished = [json.loads(line) for line in lines[:-1]]
+    assert len(finished) >= 5 and all(len(line["output_token_ids"]) == 20 for line in finished)
+    assert lines[-1] == ""  # no half line
+    assert not (running.folder / "metrics.json").exists()
+    steps = (running.folder / "steps.jsonl").read_text().splitlines()
+    assert json.loads(steps[-1])["num_requests"] > 0
+
+
+def test_ctrl_c_ends_a_run_cleanly(child):
+    running = child(*LONG)
+    running.wait_for_requests(5)
+    running.signal(signal.SIGINT)
+    code, out, err = running.end()
+    assert code == 130, err
+    assert "Traceback" not in err
+    metrics = json.loads((running.folder / "metrics.json").read_text())
+    ended = len((running.folder / "requests.jsonl").read_text().splitlines())
+    assert metrics["interrupted"] is True
+    assert metrics["num_requests"] == ended >= 5 and metrics["num_unfinished"] == 4000 - ended
+    assert "TTFT" in out
+
+
+def test_a_folder_that_takes_no_files_is_told_in_one_message(run):
+    with pytest.raises(UserError, match=r"cannot write .*requests\.jsonl: Is a directory"):
+        run([{"prompt": "ABC"}], prepare=lambda folder: (folder / "requests.jsonl").mkdir())
+    with pytest.raises(UserError, match=r"cannot write .*log\.txt"):
+        run([{"prompt": "ABC"}], prepare=lambda folder: (folder / "log.txt").mkdir())
+
+
+def test_a_full_disk_ends_the_run_with_one_message(run, tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .*steps\.jsonl: No space left"):
+        run([{"prompt": "ABC"}], prepare=lambda folder: (folder / "steps.jsonl").symlink_to("/dev/full"))
+    assert json.loads((tmp_path / "run0" / "metrics.json").read_text())["num_requests"] == 0
+    assert "No space left" in (tmp_path / "run0" / "log.txt").read_text()
+
+
+def test_a_fault_leaves_its_traceback_in_the_log(run, tmp_path, monkeypatch):
+    def fail(self, updates):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("lab.bench.recorder.Recorder.updates", fail)
+    with pytest.raises(ZeroDivisionError):
+        run([{"prompt": "ABC"}])
+    text = (tmp_path / "run0" / "log.txt").read_text()
+    assert "Traceback" in text and "ZeroDivisionError: planted" in text
+    assert (tmp_path / "run0" / "metrics.json").exists()
+
+
+def test_a_step_that_fails_makes_the_run_a_fault(run, tmp_path, monkeypatch):
+    def fail(self, step):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("lab.runner.runner.Runner.execute", fail)
+    outcome = run([{"prompt": "ABC"}, {"prompt": "DEF"}])
+    assert outcome.code == 1
+    assert [line["error"] for line in outcome.lines("requests")] == ["ZeroDivisionError: planted"] * 2
+    assert outcome.metrics["num_failed"] == 2
+    assert "planted" in (outcome.folder / "log.txt").read_text()
