@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-NEAR_TIE = 2e-3  # logits nearer than this may be ordered either way by float32 rounding alone
+NEAR_TIE = 1e-5  # of the largest logit: nearer ones may be ordered either way by float32 rounding alone
 
 
 @cache
@@ -24,7 +24,8 @@ def greedy(folder: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         best = output.logits[0, -1].topk(2)
         gap = float(best.values[0] - best.values[1])
-        assert gap > NEAR_TIE, f"after {len(prompt_ids)} + {len(tokens)} tokens the best two are {gap:.1e} apart: pick another prompt"
+        place = f"after {len(prompt_ids)} + {len(tokens)} tokens"
+        assert gap > NEAR_TIE * float(best.values[0]), f"{place} the best two are {gap:.1e} apart: pick another prompt"
         tokens.append(int(best.indices[0]))
         output = model(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True)
     return tokens
