@@ -3,9 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lab.errors import UserError
@@ -40,40 +39,41 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-@contextmanager
-def run_log(folder: Path) -> Iterator[None]:
-    """Send lab's log to log.txt in the run folder and to stderr; what ends the run goes to log.txt on its way out.
+class RunLog:
+    """While open, lab's log goes to log.txt in the run folder and to stderr; what ends the run is noted on its way out.
 
-    Raises UserError when the file cannot be made.
+    Opening it raises UserError when the file cannot be made.
     """
-    try:
-        file = _LogFile(folder / "log.txt", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {folder / 'log.txt'}: {error.strerror}.") from None
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    screen = logging.StreamHandler(sys.stderr)
-    screen.setFormatter(logging.Formatter("%(message)s"))
-    level, propagate = log.level, log.propagate
-    log.addHandler(file)
-    log.addHandler(screen)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    except BaseException as error:
-        _note(file, error)
-        raise
-    finally:
-        log.removeHandler(screen)
-        log.removeHandler(file)
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "log.txt"
+
+    def __enter__(self) -> None:
+        try:
+            self._file = _LogFile(self._path, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}.") from None
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._screen = logging.StreamHandler(sys.stderr)
+        self._screen.setFormatter(logging.Formatter("%(message)s"))
+        self._before = log.level, log.propagate
+        log.addHandler(self._file)
+        log.addHandler(self._screen)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._note(error, trace)
+        log.removeHandler(self._screen)
+        log.removeHandler(self._file)
+        level, log.propagate = self._before
         log.setLevel(level)
-        log.propagate = propagate
-        file.close()
+        self._file.close()
 
-
-def _note(file: logging.Handler, error: BaseException) -> None:
-    """The message of a user's mistake, the traceback of a fault: to the file alone, the command line shows it itself."""
-    is_fault = not isinstance(error, UserError | KeyboardInterrupt)
-    exc_info = (type(error), error, error.__traceback__) if is_fault else None
-    message = str(error) or type(error).__name__
-    file.emit(logging.LogRecord("lab", logging.ERROR, __file__, 0, message, None, exc_info))
+    def _note(self, error: BaseException, trace: TracebackType | None) -> None:
+        """The message of a user's mistake, the traceback of a fault: to the file alone, the command line shows it itself."""
+        is_fault = not isinstance(error, UserError | KeyboardInterrupt)
+        exc_info = (type(error), error, trace) if is_fault else None
+        message = str(error) or type(error).__name__
+        self._file.emit(logging.LogRecord("lab", logging.ERROR, __file__, 0, message, None, exc_info))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.bench.files import run_log, write_json
+from lab.bench.files import RunLog, write_json
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
 from lab.bench.samples import print_samples
@@ -70,7 +70,7 @@ def run_job(
     """
     begin_s = time.perf_counter()
     screen = sys.stderr if as_json else sys.stdout
-    with run_log(folder):
+    with RunLog(folder):
         stack, workload = _load(settings, clock)
         with closing(stack.engine):
             job = _prepare(settings, folder, config, stack, workload, begin_s)

@@ -5,13 +5,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lab.bench.records import refused_line, request_lines
 from lab.bench.sender import Planned
 from lab.contracts.sink import RunInfo, Sink
 from lab.engine.engine import Engine
 from lab.engine.generation import Generation
 from lab.engine.request_output import RequestOutput
 from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
-from lab.metrics.records import refused_line, request_lines
 from lab.metrics.roofline import DeviceFacts, Floors
 from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals
 from lab.types import Update

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
+from lab.bench.records import latencies, refused_line
 from lab.errors import UserError
-from lab.metrics.records import latencies, refused_line
 from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals, distribution, percentile
 from lab.metrics.timeline import Timeline
 from lab.settings import Settings
