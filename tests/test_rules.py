@@ -47,10 +47,10 @@ MAY_IMPORT = {
     "runner": LEAVES | {"registry", "kv", "model", "sample", "runner"},
     "metrics": LEAVES | {"api", "registry", "model", "metrics"},
     "engine": LEAVES | {"registry", "config", "kv", "sched", "model", "sample", "runner", "metrics", "engine"},
-    "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "bench"},
+    "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},
     "checks": LEAVES | {"registry", "kv", "sched", "model", "sample", "runner", "engine", "checks"},
     "report": LEAVES | {"metrics", "report"},
-    "cli": LEAVES | {"registry", "config", "engine", "model", "metrics", "bench", "checks", "report", "cli"},
+    "cli": LEAVES | {"plugin_source", "registry", "config", "engine", "model", "metrics", "bench", "checks", "report", "cli"},
     "__main__": {"errors", "config", "registry", "cli"},
     "__init__": {"errors", "sampling_params", "engine"},
 }
@@ -67,6 +67,8 @@ NO_TORCH = ("lab.config", "lab.__main__", "lab.cli", "lab.model.config")
 BROAD_EXCEPTS = {
     ("lab/registry.py", "load"): "a plugin's import may fail in any way; its traceback becomes the message",
     ("lab/engine/engine.py", "step"): "whatever a step raises ends its requests, with the error, and not the engine",
+    ("lab/bench/recorder.py", "_guarded"): "tracking may fail in any way and never fails the run; the log has it all",
+    ("lab/checks/__init__.py", "_reason"): "whatever a plugin raises under a check is a finding, and is reported as one",
     ("lab/engine/tokenizer.py", "encode"): "the tokenizers package raises the bare type; any other is raised again",
 }
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
@@ -187,8 +189,10 @@ def plugin_reaches_into_the_core(source: Source) -> Iterator[str]:
 def names_a_plugin(source: Source) -> Iterator[str]:
     if source.in_core:
         names = {e.name for e in registry.entries() if e.kind in registry.FOLDER_OF_KIND} - {"auto", "none"}
+        calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "torch.compile"]
+        torchs = [k.value for call in calls for k in call.keywords if k.arg == "backend"]  # a name of torch's
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.Constant) and node.value in names:
+            if isinstance(node, ast.Constant) and node.value in names and node not in torchs:
                 yield f"line {node.lineno}: names the plugin {node.value!r}"
 
 
