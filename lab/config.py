@@ -347,6 +347,7 @@ def _ambiguous(override: Override) -> UserError:
 
 
 def _unreadable(text: str, error: OverrideParseException) -> UserError:
+    text = text.lstrip("+")
     name, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
         return UserError(f"'{text}' is no override: give NAME=VALUE.")

@@ -8,13 +8,14 @@ from pathlib import Path
 from lab.errors import UserError
 
 MAX_NAME = 80  # characters; file systems allow 255 bytes, people read fewer
+QUOTES_AND_SLASHES = "'\"/ "
 UNNAMED = ("hydra.", "tracking.")  # overrides that say where a run goes, not what it is
 
 
 def short_name(overrides: Sequence[str]) -> str:
     """A folder's name for these overrides: `attention-sdpa_cache.block_size-8`; cut and hashed when it grows too long."""
-    parts = [text.lstrip("+") for text in overrides]
-    told = "_".join(p.replace("=", "-", 1) for p in parts if not p.startswith(UNNAMED))
+    pairs = [text.lstrip("+").partition("=") for text in overrides]
+    told = "_".join(f"{name}-{value.strip(QUOTES_AND_SLASHES)}" for name, _, value in pairs if not name.startswith(UNNAMED))
     name = re.sub(r"[^\w.+-]+", "-", told, flags=re.ASCII).strip("-.")
     if len(name) > MAX_NAME:
         digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()

@@ -1,0 +1,160 @@
+"""plugins, check, doctor and roofline."""
+
+import json
+
+import pytest
+
+from lab.checks import CheckFailed, run_checks
+from lab.cli import machine
+from lab.cli.folders import short_name
+from tests import plugin_files
+
+
+class TestPlugins:
+    def test_all_in_a_line_each(self, lab):
+        out = lab("plugins").out
+        assert all(f"{kind}  " in out for kind in ("attention", "spec", "quant", "moe", "policy", "sink", "workload"))
+        assert "sdpa" in out and "fcfs" in out
+
+    def test_one_with_everything(self, lab, tmp_path):
+        plugin_files.attention(tmp_path, "split", packages="'no_such_package',")
+        out = lab("plugins", "attention.split", f"--plugins={tmp_path}").out
+        assert "attention.split  (folder, " in out
+        assert "usable here: no: package 'no_such_package' is not installed" in out
+        assert "attention.num_splits=4  # a whole number: parts that the context is cut into" in out
+        assert "attention.mode=fast  # one of fast, exact" in out
+        assert "head dims: 64" in out and "priority: -5" in out
+
+    def test_broken_ones_are_listed_with_the_reason(self, lab, tmp_path):
+        plugin_files.broken_syntax(tmp_path, "moe", "crooked")
+        plugin_files.broken_import(tmp_path, "lost")
+        outcome = lab("plugins", f"--plugins={tmp_path}")
+        lines = {line.split()[1]: line for line in outcome.out.splitlines() if len(line.split()) > 2}
+        assert outcome.code == 0
+        assert "broken: SyntaxError" in lines["crooked"]
+        assert "broken: ModuleNotFoundError: No module named 'no_such_package_anywhere'" in lines["lost"]
+        assert "no_such_package_anywhere" in lab("plugins", "policy.lost", f"--plugins={tmp_path}").out
+
+    def test_json(self, lab):
+        (record,) = json.loads(lab("plugins", "spec.ngram", "--json").out)["plugins"]
+        assert (record["kind"], record["name"], record["unusable"]) == ("spec", "ngram", [])
+        assert {"name": "num_drafts", "type": "a whole number"}.items() <= record["options"][-1].items()
+        assert record["capabilities"]["api_version"] == 1
+        assert len(json.loads(lab("plugins", "--json").out)["plugins"]) > 8
+
+
+class TestCheck:
+    @pytest.mark.parametrize("spelling", ["policy=shortest", "+policy=shortest", "++policy=shortest"])
+    def test_a_users_own_plugin_passes(self, lab, tmp_path, spelling):
+        plugin_files.policy(tmp_path, "shortest")
+        outcome = lab("check", spelling, f"--plugins={tmp_path}", "policy.weight=2")
+        assert outcome.code == 0, outcome.out
+        lines = outcome.out.splitlines()
+        assert lines[-1] == "policy plugin 'shortest' keeps its contract."
+        assert len([line for line in lines if line.startswith("ok ")]) >= 3
+
+    def test_a_plugin_that_breaks_its_contract_is_told_how(self, lab, tmp_path):
+        plugin_files.policy(tmp_path, "odd", victim="object()")
+        outcome = lab("check", "+policy=odd", f"--plugins={tmp_path}")
+        assert outcome.code == 1
+        assert "FAILED  victim_is_running" in outcome.out and "breaks its contract" in outcome.out
+
+    def test_a_plugin_that_raises_shows_where(self, lab, tmp_path):
+        plugin_files.policy(tmp_path, "raising", victim="1 // 0")
+        outcome = lab("check", "+policy=raising", f"--plugins={tmp_path}", "--json")
+        record = json.loads(outcome.out)
+        failed = [c for c in record["checks"] if not c["ok"]]
+        assert outcome.code == 1 and not record["ok"] and failed
+        assert "raising.py" in failed[0]["reason"] and "ZeroDivisionError" in failed[0]["reason"]
+
+    def test_one_that_cannot_run_here_is_refused(self, lab, tmp_path):
+        plugin_files.attention(tmp_path, "split", packages="'no_such_package',")
+        outcome = lab("check", "attention=split", f"--plugins={tmp_path}")
+        assert outcome.code == 2
+        assert "cannot be checked on this machine: package 'no_such_package' is not installed" in outcome.err
+
+    def test_the_runner_tells_a_failure_from_a_fault(self, own_registry, tmp_path, monkeypatch):
+        plugin_files.policy(tmp_path, "shortest")
+        own_registry.discover([tmp_path])
+        checks = __import__("lab.checks.policy", fromlist=["policy"])
+
+        def check_always(entry, options):
+            """Nothing holds.
+
+            More about it.
+            """
+            raise CheckFailed("as it should")
+
+        monkeypatch.setattr(checks, "check_always", check_always, raising=False)
+        entry = own_registry.get("policy", "shortest")
+        last = list(run_checks(entry, entry.make_options({})))[-1]
+        assert (last.name, last.proves, last.reason, last.ok) == ("always", "Nothing holds", "as it should", False)
+
+
+class TestDoctor:
+    def test_what_is_here(self, lab, tmp_path, monkeypatch):
+        plugin_files.attention(tmp_path, "split", packages="'no_such_package',")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        found = json.loads(lab("doctor", "--json", f"--plugins={tmp_path}").out)
+        assert found["packages"]["torch"] and found["devices"]["cpu"]
+        assert 1 <= found["usable_cores"] <= found["cores"] and found["memory_bytes"] > 1 << 28
+        assert found["unusable_plugins"]["attention.split"] == ["package 'no_such_package' is not installed"]
+        assert "attention.split: package 'no_such_package' is not installed" in found["will_not_run"]
+        out = lab("doctor").out
+        assert "C++ compiler" in out and "cache models" in out and "W&B" in out
+
+    def test_without_a_compiler(self, lab, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+        found = json.loads(lab("doctor", "--json").out)
+        assert found["compiler"] is None and any("install g++ or clang" in p for p in found["will_not_run"])
+
+    def test_wandb_follows_its_own_variable(self, lab, monkeypatch):
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        assert json.loads(lab("doctor", "--json").out)["wandb"] == "disabled (WANDB_MODE)"
+
+    def test_the_limits_of_a_container(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(machine, "CGROUP", tmp_path)
+        total, limit = machine.memory_bytes()
+        assert limit is None
+        (tmp_path / "memory.max").write_text("268435456\n")
+        (tmp_path / "cpu.max").write_text("100000 100000\n")
+        assert machine.memory_bytes() == (total, 268435456) and machine.usable_cores() == 1
+        (tmp_path / "memory.max").write_text("max\n")
+        assert machine.memory_bytes() == (total, None)
+
+
+class TestRoofline:
+    def test_the_numbers_of_a_known_model_on_a_known_device(self, lab, model):
+        record = json.loads(lab("roofline", f"model.path={model}", "model.dtype=float32", "--json").out)
+        assert record["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, head dim, bytes
+        assert record["bandwidth_gb_s"] == 40 and record["peak_gflop_s"] == 200 and record["ridge_flop_per_byte"] == 5
+        assert record["decode_floor_ms"] < record["decode_floor_ms_at_max_len"]
+        small = json.loads(lab("roofline", f"model.path={model}", "cache.memory_bytes=1024", "--json").out)
+        assert small["max_concurrency"] == pytest.approx(1024 / (small["kv_bytes_per_token"] * small["max_model_len"]))
+
+    def test_only_the_config_is_read(self, lab, model, tmp_path):
+        (tmp_path / "bare").mkdir()
+        (tmp_path / "bare" / "config.json").write_text((model / "config.json").read_text())
+        outcome = lab("roofline", f"model.path={tmp_path / 'bare'}")
+        assert outcome.code == 0
+        assert all(word in outcome.out for word in ("KV cache", "B_sat", "ridge", "concurrency", "decode step, batch 1"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "run"),
+        (["+attention=sdpa", "cache.block_size=8"], "attention-sdpa_cache.block_size-8"),
+        (["hydra.run.dir=x", "tracking.wandb.mode=offline"], "run"),
+        (["model.path='/a/b c'"], "model.path-a-b-c"),
+        (["+attention=eager,sdpa"], "attention-eager-sdpa"),
+    ],
+)
+def test_names_of_folders(overrides, name):
+    assert short_name(overrides) == name
+
+
+def test_long_names_are_cut_and_stay_different():
+    a, b = (short_name([f"model.path={'x' * 300}{end}"]) for end in "ab")
+    assert a != b and len(a) == len(b) == 80
