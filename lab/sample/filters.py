@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.sample.ordering import block_sums, pick, pick_short, top
+from lab.sample.ordering import block_sums, parts, pick, pick_short, top
 
 TOP_P_OFF = 1.0 - 2.0**-20
 NUCLEUS_CANDIDATES = 128  # holds nearly every nucleus of a language model
 MOST_CANDIDATES = 1024  # a larger top_k sorts the row
-ROWS_AT_ONCE = {"cpu": 16}  # of vocabulary-wide work: there its temporaries stay in the processor's cache
-ROWS_AT_ONCE_ELSEWHERE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
         if enough_G.any():
             index = torch.from_numpy(np.flatnonzero(enough_G)).to(x_WV.device)
             yield Kept(rows_G[enough_G], kept.weights_GK[index], kept.ids_GK[index])
-    for rows_G in _parts(np.flatnonzero(sorted_W), x_WV):
+    for rows_G in parts(np.flatnonzero(sorted_W), x_WV):
         kept, _ = _candidates(_take(x_WV, rows_G), filters[rows_G], x_WV.shape[1])
         yield Kept(rows_G, kept.weights_GK, kept.ids_GK)
 
@@ -117,7 +115,7 @@ def row_maximum(x_WV: Tensor) -> Tensor:
 
 
 def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Kept]:
-    for rows_G in _parts(rows, x_WV):
+    for rows_G in parts(rows, x_WV):
         x_GV = _take(x_WV, rows_G)
         weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], row_maximum(x_GV))
         min_p_G = filters.min_p_W[rows_G]
@@ -152,18 +150,11 @@ def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Kept, np.ndar
 def _totals(x_GV: Tensor, temperature_G: np.ndarray, maximum_G1: Tensor, rows: np.ndarray) -> Tensor:
     """The sum of the weights of all tokens for some rows: float64 of shape len(rows) x 1."""
     totals = []
-    for part in _parts(rows, x_GV):
+    for part in parts(rows, x_GV):
         index = torch.from_numpy(part).to(x_GV.device)
         weights_XV = weights_of(_take(x_GV, part), temperature_G[part], maximum_G1[index])
         totals.append(block_sums(weights_XV).sum(-1, keepdim=True))
     return torch.cat(totals)
-
-
-def _parts(rows: np.ndarray, x_WV: Tensor) -> Iterator[np.ndarray]:
-    """The rows in parts of a size that suits the device."""
-    size = ROWS_AT_ONCE.get(x_WV.device.type, ROWS_AT_ONCE_ELSEWHERE)
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
 
 
 def _column(values_G: np.ndarray, like: Tensor) -> Tensor:

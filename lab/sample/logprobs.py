@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from lab.sample.filters import row_maximum
-from lab.sample.ordering import block_sums, num_larger, top
+from lab.sample.ordering import block_sums, num_larger, parts, top
 from lab.types import TokenLogprobs
-
-ROWS_AT_ONCE = 16  # bounds the temporaries, which are a vocabulary wide
 
 
 def token_logprobs(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprobs]:
@@ -25,8 +23,8 @@ def token_logprobs(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[
         nums: how many alternatives each row wants; 0 gives the chosen token alone.
     """
     found: list[TokenLogprobs] = []
-    for first in range(0, len(chosen_ids), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
+    for rows in parts(np.arange(len(chosen_ids)), logits_XV):
+        part = slice(rows[0], rows[-1] + 1)
         found += _part(logits_XV[part], chosen_ids[part], nums[part])
     return found
 

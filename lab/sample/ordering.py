@@ -4,13 +4,17 @@ Rows are a vocabulary long and only few of their entries matter, so a row is fir
 blocks, in one pass at memory speed, and the exact work is done inside the few blocks that can hold the answer.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 ARGMAX_BLOCK = 128
 SUM_BLOCK = 256
-LARGEST_BLOCK = 64  # of `top`
+TOP_BLOCKS = (32, 64)  # torch reduces shorter blocks several times more slowly
+
+ENTRIES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # of vocabulary-wide work: on a CPU so much stays in the cache
 
 _LOW_32 = 0xFFFFFFFF
 
@@ -72,7 +76,7 @@ def pick(weights_WV: Tensor, uniform_W: Tensor) -> Tensor:
     target_W1 = uniform_W.unsqueeze(1) * running_WX[:, -1:]
     block_W1 = (running_WX <= target_W1).sum(-1, keepdim=True).clamp_(max=running_WX.shape[1] - 1)
     before_W1 = running_WX.gather(1, (block_W1 - 1).clamp_(min=0)).masked_fill_(block_W1 == 0, 0.0)
-    ids_WB = _ids_of_blocks(block_W1, SUM_BLOCK)
+    ids_WB = _ids_of_blocks(block_W1, min(SUM_BLOCK, weights_WV.shape[1]))
     inside_W = pick_short(_gather_inside(weights_WV, ids_WB, 0.0).double(), (target_W1 - before_W1).squeeze(1))
     return ids_WB.gather(1, inside_W.unsqueeze(1)).squeeze(1)
 
@@ -85,12 +89,17 @@ def pick_short(weights_WK: Tensor, target_W: Tensor) -> Tensor:
     return torch.minimum(index_W, last_W)
 
 
+def parts(rows: np.ndarray, x_WV: Tensor) -> Iterator[np.ndarray]:
+    """Rows of x in parts that bound the temporaries of vocabulary-wide work."""
+    size = max(1, ENTRIES_AT_ONCE[x_WV.device.type] // x_WV.shape[1])
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
 def _block_for_top(vocab_size: int, num: int) -> int:
-    """A power of two near sqrt(vocab_size / num), which balances the two sorts; 1 when blocks would not pay."""
-    block = 1
-    while 2 * block <= LARGEST_BLOCK and 4 * block * block * num <= vocab_size:
-        block *= 2
-    return block if block >= 4 else 1
+    """The size of blocks that leaves the fewest entries to sort; 1 when blocks would not pay."""
+    block = min(TOP_BLOCKS, key=lambda size: vocab_size // size + num * size)
+    return block if 2 * (vocab_size // block + num * block) <= vocab_size else 1
 
 
 def _sum_uint8(x: Tensor, dim: int) -> Tensor:
@@ -122,13 +131,16 @@ def _first_ids(values_WX: Tensor, ids_WX: Tensor, num: int) -> Tensor:
     """The ids of the `num` largest values in order, ties by id.
 
     A value and its id make one int64 key that sorts ascending: the bits of the float, made monotone and inverted, above the
-    id. On the CPU numpy's vectorised sort is several times faster than torch's sort and topk.
+    id. On the CPU numpy's vectorised selection and sort are several times faster than torch's sort and topk.
     """
     bits_WX = (values_WX + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0
     descending_WX = ~(bits_WX ^ ((bits_WX >> 31) & 0x7FFFFFFF))
     keys_WX = (descending_WX.long() << 32) | ids_WX
     if keys_WX.is_cpu:
-        first_WK = torch.from_numpy(np.sort(keys_WX.numpy(), axis=-1)[:, :num])
+        keys = keys_WX.numpy()
+        if num < keys.shape[1]:
+            keys = np.partition(keys, num - 1, axis=-1)[:, :num]
+        first_WK = torch.from_numpy(np.sort(keys, axis=-1))
     else:
         first_WK = keys_WX.topk(num, largest=False, sorted=True).values
     return first_WK & _LOW_32

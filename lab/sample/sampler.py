@@ -94,13 +94,13 @@ class Sampler:
         """
         layout = self._layout(rows, num_drafts)
         assert logits_LV.shape == (len(layout.rows_L), self._vocab_size), f"logits of shape {tuple(logits_LV.shape)}"
-        rows_R = np.asarray(rows)
+        rows_R = np.asarray(rows, np.int64)
         if (self._greedy_R[rows_R] & ~self._edited_R[rows_R]).all():
             targets = first_argmax(logits_LV).tolist()
         else:
             targets = self._targets(logits_LV, layout, drafts, draft_probs).tolist()
         token_ids = accept(targets, num_drafts, drafts)
-        self._num_output_R[rows_R] += [len(tokens) for tokens in token_ids]
+        self._num_output_R[rows_R] += np.fromiter(map(len, token_ids), np.int64, len(token_ids))
         for index in np.flatnonzero(self._edited_R[rows_R]):
             self._edits[rows[index]].append(token_ids[index])
         return SampleOutput(token_ids, self._logprobs(logits_LV, rows_R, layout.starts, token_ids))
@@ -110,9 +110,9 @@ class Sampler:
         return token_logprobs(logits_XV, next_ids, [num] * len(next_ids))
 
     def _layout(self, rows: list[int], num_drafts: list[int]) -> _Layout:
-        sizes = np.asarray(num_drafts) + 1
+        sizes = np.asarray(num_drafts, np.int64) + 1
         starts = np.cumsum(sizes) - sizes
-        rows_L = np.repeat(np.asarray(rows), sizes)
+        rows_L = np.repeat(np.asarray(rows, np.int64), sizes)
         offsets_L = np.arange(len(rows_L)) - np.repeat(starts, sizes)
         return _Layout(rows_L, offsets_L, self._num_output_R[rows_L] + offsets_L, starts)
 
