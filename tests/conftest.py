@@ -1,4 +1,4 @@
-"""Standing here, this file puts tests/ on the import path, so that every test can `import rigs`."""
+"""Fixtures that several test folders use."""
 
 import pytest
 
