@@ -1,6 +1,7 @@
 """Greedy outputs of every architecture are transformers' own, token for token, under every setting of the engine."""
 
 import pytest
+import torch
 
 from lab import LLM, SamplingParams
 from tests import rigs
@@ -15,6 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 @pytest.fixture(scope="module", params=rigs.ARCHITECTURES)
 def model(request, tmp_path_factory):
     """(folder, right outputs) of one architecture."""
+    torch.set_num_threads(1)  # tiny matrices: a second thread would only wait
     folder = rigs.mix(tmp_path_factory.mktemp(request.param), request.param)
     return folder, [greedy(folder, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
