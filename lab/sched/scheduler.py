@@ -13,7 +13,8 @@ Asynchronous scheduling plans step N + 1 before the results of step N are known.
 can have when step N + 1 runs, and that and `num_computed` are upper bounds with the same error. `update` takes both back by
 the drafts that were not drafted or not accepted. A request that ends in step N leaves a void chunk in step N + 1: it is
 computed, its result is ignored, and its blocks can be given away at once because steps execute in order. A preempted
-request may have tokens in flight too; they are appended when they come, and it is not admitted again before.
+request may have tokens in flight too; they are appended when they come, which is before it can be admitted again: the step
+that preempts admits nobody, and the next one is planned with them known.
 """
 
 from lab.contracts.policy import Policy
@@ -207,10 +208,10 @@ class Scheduler:
     def _may_start(self, request: Request) -> bool:
         """Whether a waiting request may start now; one that may not is passed over without losing its place.
 
-        This is the place for what a request may have to wait for beside budget and memory. Today: the tokens of a
-        preempted request that are still in flight, and its turn under static batching.
+        This is the place for what a request may have to wait for beside budget and memory. Today that is its turn under
+        static batching.
         """
-        return request.num_in_flight == 0 and (self._static is None or request.id in self._static)
+        return self._static is None or request.id in self._static
 
     def _admit(self, request: Request, plan: StepPlan, now: float) -> bool:
         """Give a waiting request a row and its first chunk; False, and nothing is changed, when there is no room.
@@ -218,6 +219,7 @@ class Scheduler:
         There must be blocks for all the tokens it has, although only those of the chunk are taken: else its prefill would
         be preempted half way, for lack of blocks that others have been admitted to.
         """
+        assert request.num_in_flight == 0, f"request {request.id} has tokens in flight"
         blocks = self.blocks
         hit_ids = blocks.match(request)
         start = len(hit_ids) * blocks.block_size
@@ -289,9 +291,7 @@ class Scheduler:
         if num_kept < num_new:
             new_ids = new_ids[:num_kept]
         request.token_ids += new_ids
-        if reason is not None:  # the last token's keys and values are not computed, or by a chunk that is void now
-            request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
-        self.blocks.register(request)
+        self.blocks.register(request)  # a void chunk counts: it is computed before anybody can hit what it fills
         if reason is not None:
             self._end(request, reason, stop_reason)
         return _update(request, new_ids, row, prompt_logprobs)

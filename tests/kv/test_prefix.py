@@ -47,6 +47,11 @@ def test_no_two_sets_of_keys_have_the_same_root():
     assert len(roots) > 500
 
 
+def test_a_key_that_spells_out_other_keys_is_not_taken_for_them():
+    plain = BlockHasher(4, extra_keys=("y", None)).root("x")
+    assert plain != BlockHasher(4).root("xnsy")
+
+
 def test_a_block_of_another_size_or_of_a_root_is_never_the_same():
     small, large = BlockHasher(2), BlockHasher(4)
     assert chain(small, [1, 2])[0] != chain(large, [1, 2, 0, 0])[0]

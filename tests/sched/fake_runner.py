@@ -150,7 +150,7 @@ class FakeRunner:
             num_drafts=len(drafts),
             logprobs=[TokenLogprobs([t], [-1.0], 1) for t in new_ids],
             prompt_logprobs=prompt_logprobs,
-            draft_ids=[] if self.is_async else list(row.drafts),
+            draft_ids=list(row.drafts),
         )
 
     def _verify(self, row: Row, drafts: list[int]) -> list[int]:

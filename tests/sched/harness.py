@@ -78,6 +78,9 @@ class Harness:
         assert step.num_tokens <= self.budget
         assert self.scheduler.num_running <= self.max_num_seqs
         assert not (step.preempted and step.new_rows), "admitted in a step that preempted"
+        if not self.is_async and step.num_tokens < self.budget:  # else a row may be waiting for what is in flight
+            served = {c.request_id for c in step.chunks}
+            assert served == {r.id for r in self.scheduler._running}, "a row was passed over with budget left"
         self.steps.append(step)
         result = self.runner.execute(step)
         finished: tuple[Step, StepResult] | None = (step, result)

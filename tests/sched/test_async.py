@@ -167,9 +167,3 @@ def test_drafts_cost_nobody_a_token_nor_a_place():
     harness.check_outputs()
     full = [s for s in harness.steps if len(s.chunks) == 4 and not s.new_rows]
     assert full and all(s.num_tokens == 8 for s in full[:2])
-
-    harness = make_harness(num_drafts=5, num_blocks=8, max_model_len=32, caching=False)
-    harness.add(*(make_request(str(i), range(i, i + 7), i, max_tokens=9) for i in range(2)))  # 15 positions each: 4 blocks
-    harness.run()
-    harness.check_outputs()
-    assert harness.scheduler.num_preemptions == 0 and harness.blocks.peak_used == 8
