@@ -75,6 +75,7 @@ class WandbSettings:
 @dataclass(frozen=True, slots=True)
 class TrackingSettings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
+    sinks: tuple[str, ...] = ()  # sink plugins beside the run folder's own and W&B, by name
     progress: Literal["auto", "bar", "log", "off"] = "auto"
 
 

@@ -167,9 +167,10 @@ def _model_facts(stack: Stack) -> ModelFacts:
 
 
 def _sinks(settings: Settings) -> Sinks:
-    """The run folder's own, W&B unless it is disabled."""
+    """The run folder's own, W&B unless it is disabled, and those that the settings name."""
     further = []
     if settings.tracking.wandb.mode != "disabled":
-        sink = resolve("sink", PluginChoice("wandb"), Needs())
-        further.append(sink.entry.load()(settings.tracking.wandb))
+        further.append(resolve("sink", PluginChoice("wandb"), Needs()).entry.load()(settings.tracking.wandb))
+    named = [name for name in settings.tracking.sinks if name not in ("jsonl", "wandb")]  # which have settings of their own
+    further += [resolve("sink", PluginChoice(name), Needs()).make() for name in named]
     return Sinks(resolve("sink", PluginChoice("jsonl"), Needs()).make(), further)

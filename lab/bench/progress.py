@@ -53,7 +53,7 @@ class _Lines:
         if now_s >= self._next_s:
             self._next_s = now_s + LINE_SECONDS
             rate = tokens / (now_s - self._begin_s)
-            log.info("%d of %d requests done, %.0f output tokens per second of those", ended, self._total, rate)
+            log.info("%d of %d requests done, %s output tokens, %.0f per second", ended, self._total, f"{tokens:,}", rate)
 
     def close(self) -> None:
         pass

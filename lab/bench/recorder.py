@@ -73,7 +73,7 @@ class Recorder:
         self.requests = RequestTotals(engine.blocks.block_size, goodput)
         self.steps = StepTotals(engine.blocks.block_size, floors.step_s)
         self.drafts = DraftTotals()
-        self.shown: list[tuple[Planned, RequestOutput]] = []
+        self.shown: list[tuple[Planned, RequestOutput]] = []  # of the first requests, as they end
         self.first_refusal: str | None = None
         self.num_faults = 0  # requests that ended because a step failed
         self.start_s = 0.0  # on the engine's clock; set when the run starts
@@ -106,7 +106,7 @@ class Recorder:
     def finished(self, generation: Generation, planned: Planned) -> None:
         output = generation.output()
         self.num_faults += output.error is not None
-        if len(self.shown) < self.NUM_SHOWN and output.error is None:
+        if planned.number < self.NUM_SHOWN and output.error is None:
             self.shown.append((planned, output))
         self.last_s = self._engine.clock()
         lines = request_lines(output, self.start_s)

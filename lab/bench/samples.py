@@ -12,7 +12,7 @@ MOST_CHARACTERS = 240
 
 def print_samples(shown: Sequence[tuple[Planned, RequestOutput]], stream: IO[str]) -> None:
     """Prompt and first sample of each, as text on lines of their own; token ids where there is no text."""
-    for planned, output in shown:
+    for planned, output in sorted(shown, key=lambda pair: pair[0].number):
         sample = output.outputs[0]
         print(f"[{planned.id}] prompt: {shortened(prompt_text(planned.item))}", file=stream)
         print(f"{' ' * len(planned.id)}   output: {shortened(sample.text or str(sample.token_ids))}\n", file=stream)

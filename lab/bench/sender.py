@@ -20,9 +20,13 @@ class Planned:
     """One request of the workload, tokenised, or the reason why it was refused."""
 
     item: WorkItem
-    id: str
+    number: int  # in the workload
     submission: Submission | None
     error: str | None = None
+
+    @property
+    def id(self) -> str:
+        return str(self.number)
 
 
 class Listener(Protocol):
@@ -57,9 +61,9 @@ def plan(items: Sequence[WorkItem], frontend: Frontend, defaults: SamplingParams
         try:
             submission = frontend.prepare(prompt, params, request_id=str(number))
         except UserError as error:
-            planned.append(Planned(item, str(number), None, str(error)))
+            planned.append(Planned(item, number, None, str(error)))
         else:
-            planned.append(Planned(item, str(number), submission))
+            planned.append(Planned(item, number, submission))
     return planned
 
 

@@ -2,12 +2,15 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 
+from lab import registry
 from lab.bench.sender import LONGEST_SLEEP_S
+from lab.contracts.sink import Sink
 from lab.errors import UserError
-from lab.settings import CacheSettings, PluginChoice, SchedulerSettings
+from lab.settings import CacheSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
 
 METRICS = {
     "num_requests num_failed prompt_tokens output_tokens duration_s output_tok_per_s total_tok_per_s requests_per_s",
@@ -121,6 +124,35 @@ def test_drafts_and_prefix_hits_are_counted(run):
     assert max(max(line["tokens_per_step"]) for line in lines) > 1
     assert cache == {"queries": 68, "hits": 32, "hit_rate": 32 / 68}
     assert lines[1]["cached_tokens"] == 32
+
+
+def test_sinks_named_in_the_settings_get_the_records(run, monkeypatch):
+    registry.discover()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # what is registered here ends with the test
+    told = []
+
+    class Telling(Sink):
+        """Notes what it is told."""
+
+        def start(self, run):
+            told.append(("start", set(run.resolved)))
+
+        def step(self, record):
+            told.append(("step", record["step"]))
+
+        def request(self, record):
+            told.append(("request", record["text"]))
+
+        def finish(self, metrics, exit_code):
+            told.append(("finish", exit_code))
+
+    registry.register("sink", "telling")(Telling)
+    tracking = TrackingSettings(wandb=WandbSettings(mode="disabled"), sinks=("telling",))
+    run([{"prompt": "ABC"}], tracking=tracking)
+    assert told[0][0] == "start" and "workload" in told[0][1]
+    assert told.count(("request", "DEFGHIJK")) == 1 and ("step", 0) in told and told[-1] == ("finish", 0)
+    with pytest.raises(UserError, match="Did you mean 'telling'"):
+        run([{"prompt": "ABC"}], tracking=replace(tracking, sinks=("teling",)))
 
 
 def test_goodput_of_a_run(run, clock):
