@@ -63,7 +63,7 @@ SHOWN = {  # of those, the columns of the printed table
 
 @dataclass
 class Point:
-    """One point and, once it has run, its row. status: pending | ok | failed | skipped | interrupted."""
+    """One point and, once it has run, its row. status: pending | running | ok | failed | skipped | interrupted."""
 
     number: int  # from 1
     overrides: list[str]
@@ -106,19 +106,18 @@ class Sweep:
         self.write()
         print(f"sweep of {len(self.points)} points in {self.folder}", file=self.out, flush=True)
         interrupted = False
-        for point in self.points:
-            print(f"[{point.number}/{len(self.points)}] {_label(point)} ... ", end="", file=self.out, flush=True)
-            try:
+        try:
+            for point in self.points:
                 self._run_point(point, refused.get(point.number))
-            except KeyboardInterrupt:
-                interrupted = True
-                point.status, point.exit_code, point.reason = "interrupted", 130, "Ctrl-C"
-            print(_outcome(point), file=self.out, flush=True)
-            self.write()
-            if interrupted or (self.arguments.fail_fast and point.status == "failed"):
-                break
+                if self.arguments.fail_fast and point.status == "failed":
+                    break
+        except KeyboardInterrupt:
+            interrupted = True
+            print("interrupted", file=self.out, flush=True)
         for point in self.points:
-            if point.status == "pending":
+            if point.status == "running":
+                point.status, point.exit_code, point.reason = "interrupted", 130, "Ctrl-C"
+            elif point.status == "pending":
                 point.status, point.reason = "skipped", "interrupted" if interrupted else "an earlier point failed"
         self.write()
         self._report()
@@ -141,8 +140,11 @@ class Sweep:
                 raise UserError(f"cannot write {self.folder / name}: {error.strerror}.") from None
 
     def _run_point(self, point: Point, refused: str | None) -> None:
+        print(f"[{point.number}/{len(self.points)}] {_label(point)} ... ", end="", file=self.out, flush=True)
         log = point.folder / "console.txt"
         start = time.monotonic()
+        point.status = "running"
+        self.write()
         if refused is not None:
             log.write_text(f"lab: {refused}\n", encoding="utf-8")
             point.exit_code = 2
@@ -153,12 +155,14 @@ class Sweep:
             with log.open("wb") as file:
                 point.exit_code = _run_child(command, file)
         point.seconds = time.monotonic() - start
-        point.status = "ok" if point.exit_code == 0 else "failed"
         if point.exit_code:
             point.reason = _reason(point.exit_code, log)
         metrics = point.folder / "metrics.json"
         if metrics.exists():
             point.metrics = _flatten(json.loads(metrics.read_text(encoding="utf-8")))
+        point.status = "ok" if point.exit_code == 0 else "failed"
+        self.write()
+        print(_outcome(point), file=self.out, flush=True)
 
     def _report(self) -> None:
         counts = self._counts()

@@ -1,0 +1,122 @@
+"""`lab run` in this process: the run's folder, and what stands in its way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lab as lab_package
+from lab.cli.folders import named_folder, new_folder
+from lab.config import compose, to_plain
+from lab.errors import UserError
+from tests import plugin_files
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted(p.parent for p in folder.rglob("config.yaml"))
+
+
+def test_a_run_has_a_folder_of_its_own_with_its_settings(lab, small, somewhere_else):
+    outcome = lab("run", *small, "cache.block_size=8", "++attention=eager", "--json")
+    assert outcome.code == 0, outcome.err
+    (folder,) = runs(somewhere_else / "outputs")
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert result["folder"] == str(folder) and result["num_requests"] == 2
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved == to_plain(compose([*small, "cache.block_size=8", "attention=eager"]))
+    assert saved["attention"] == {"name": "eager"} and saved["workload"]["arrival"] == "file"
+    texts = [json.loads(line)["text"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert sorted(texts) == ["DEFG", "abcd"]
+
+
+def test_the_settings_of_a_run_make_the_same_run_again(lab, small, somewhere_else):
+    assert lab("run", *small).code == 0
+    (folder,) = runs(somewhere_else)
+    (somewhere_else / "experiment").mkdir()
+    saved = (folder / "config.yaml").read_text()
+    (somewhere_else / "experiment" / "again.yaml").write_text(f"# @package _global_\n{saved}")
+    assert to_plain(compose(["experiment=again"], [somewhere_else])) == yaml.safe_load(saved)
+
+
+def test_two_runs_of_the_same_second(lab, small, somewhere_else):
+    (somewhere_else / "experiment").mkdir()
+    then = "# @package _global_\nhydra: {run: {dir: outputs/then}}\n"  # as if the clock stood still
+    (somewhere_else / "experiment" / "frozen.yaml").write_text(then)
+    argv = ("run", "experiment=frozen", "--config-dir=.", *small)
+    assert lab(*argv).code == lab(*argv).code == 0
+    assert [f.name for f in runs(somewhere_else)] == ["then", "then_2"]
+    assert all((f / "metrics.json").exists() for f in runs(somewhere_else))
+
+
+def test_a_named_folder_is_used_once(lab, small, somewhere_else):
+    name = "hydra.run.dir='my runs/a, b'"
+    assert lab("run", *small, name).code == 0
+    assert runs(somewhere_else) == [somewhere_else / "my runs" / "a, b"]
+    outcome = lab("run", *small, name)
+    assert outcome.code == 2 and "holds the results of another run" in outcome.err
+
+
+def test_printing_the_settings_runs_nothing(lab, small, somewhere_else):
+    outcome = lab("run", "--print-config", *small, 'sampling.stop="a,b"')
+    assert outcome.code == 0 and list(somewhere_else.iterdir()) == []
+    assert yaml.safe_load(outcome.out)["sampling"]["stop"] == "a,b"
+
+
+def test_a_folder_that_cannot_be_made(lab, small):
+    outcome = lab("run", *small, "hydra.run.dir=/proc/nothing/here")
+    assert outcome.code == 2 and outcome.err.startswith("lab: cannot make the folder /proc/nothing/here:")
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_a_file_in_the_way(lab, small, somewhere_else):
+    (somewhere_else / "outputs").write_text("")
+    outcome = lab("run", *small)
+    assert outcome.code == 2 and "cannot make the folder" in outcome.err
+
+
+def test_a_disk_that_takes_no_more(small):
+    """A file may grow to 0 bytes, so the first write of the run fails."""
+    command = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", sys.executable, "-m", "lab", "run", *small]
+    env = {**os.environ, "PYTHONPATH": str(Path(lab_package.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 2, done.stderr
+    assert "cannot write" in done.stderr and "config.yaml: File too large." in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_users_plugin_is_run(lab, small, tmp_path, somewhere_else):
+    plugin_files.policy(tmp_path / "mine", "shortest")
+    assert lab("run", *small, f"--plugins={tmp_path / 'mine'}", "scheduler.policy=shortest").code == 0
+    (folder,) = runs(somewhere_else)
+    assert json.loads((folder / "resolved.json").read_text())["policy"]["source"] == "folder"
+
+
+def test_ctrl_c_before_anything_is_loaded_ends_cleanly(start, small):
+    process = start("run", *small)
+    deadline = time.monotonic() + 60
+    while not list(Path("outputs").rglob("config.yaml")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_new_folders_are_never_shared(tmp_path):
+    made = [new_folder(tmp_path / "deep" / "run") for _ in range(3)]
+    assert [f.name for f in made] == ["run", "run_2", "run_3"]
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "metrics.json", "sweep.json"])
+def test_a_named_folder_with_results_is_refused(tmp_path, file):
+    named_folder(tmp_path / "a")
+    (tmp_path / "a" / "notes.txt").write_text("of the user")
+    named_folder(tmp_path / "a")
+    (tmp_path / "a" / file).write_text("")
+    with pytest.raises(UserError, match="holds the results of another run"):
+        named_folder(tmp_path / "a")

@@ -1,0 +1,140 @@
+"""`lab run -m`: every point in a process of its own; what fails, what is kept, and what the exit code tells."""
+
+import csv
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab.cli.folders import point_folder
+from lab.cli.sweep import Point, Sweep
+from lab.errors import UserError
+from tests import plugin_files
+
+
+def the_sweep(folder: Path) -> tuple[Path, list[dict]]:
+    (path,) = folder.rglob("sweep.json")
+    return path.parent, json.loads(path.read_text())["points"]
+
+
+def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_else):
+    plugin_files.policy(tmp_path / "mine", "raising", victim="running[-1]")
+    path = tmp_path / "mine" / "raising.py"
+    path.write_text(path.read_text().replace("return (request.num_prompt", "raise OSError('no key today')  # ("))
+    outcome = lab("run", "-m", f"--plugins={tmp_path / 'mine'}", *small, "scheduler.policy=fcfs,raising,nothing,priority")
+    assert outcome.code == 1
+    folder, rows = the_sweep(somewhere_else)
+    assert [(r["scheduler.policy"], r["status"]) for r in rows] == [
+        ("fcfs", "ok"),
+        ("raising", "failed"),
+        ("nothing", "failed"),
+        ("priority", "ok"),
+    ]
+    assert "2 ok, 2 failed" in outcome.out and str(folder) in outcome.out
+    assert "[2/4] scheduler.policy=raising ... failed:" in outcome.out
+    assert rows[1]["exit_code"] == 1 and "no key today" in rows[1]["reason"]
+    assert "Traceback" in (folder / rows[1]["folder"] / "console.txt").read_text()
+    assert rows[2]["exit_code"] == 2 and rows[2]["reason"].startswith("no policy plugin named 'nothing'")
+    assert "no policy plugin named 'nothing'" in (folder / rows[2]["folder"] / "console.txt").read_text()
+    table = list(csv.DictReader((folder / "sweep.csv").open()))
+    assert [r["status"] for r in table] == [r["status"] for r in rows]
+    assert float(table[0]["output_tok_per_s"]) > 0 and table[0]["num_requests"] == "2"
+    saved = yaml.safe_load((folder / rows[3]["folder"] / "config.yaml").read_text())
+    assert saved["scheduler"]["policy"] == "priority"
+    assert saved["tracking"]["wandb"]["job_type"] == "sweep" and saved["tracking"]["wandb"]["group"] == folder.name
+
+
+def test_fail_fast_stops_at_the_first_failure(lab, small, somewhere_else):
+    outcome = lab("run", "-m", "--fail-fast", "--json", *small, "scheduler.policy=nothing,fcfs")
+    result = json.loads(outcome.out)
+    assert outcome.code == 2  # a mistake, and no point went well
+    assert [p["status"] for p in result["points"]] == ["failed", "skipped"]
+    assert result["counts"] == {"ok": 0, "failed": 1, "skipped": 1}
+
+
+def test_when_no_point_can_be_composed_nothing_is_made(lab, somewhere_else):
+    outcome = lab("run", "-m", "cache.block_size=0,-1")
+    assert outcome.code == 2 and "cache.block_size must be at least 1; got 0." in outcome.err
+    assert list(somewhere_else.iterdir()) == []
+
+
+def test_an_experiment_is_a_sweep_without_m(lab, small, somewhere_else):
+    (somewhere_else / "experiment").mkdir()
+    (somewhere_else / "experiment" / "study.yaml").write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 1,2\n"
+    )
+    outcome = lab("run", "+experiment=study", "--config-dir=.", *small, "sampling.stop='F,G'")
+    assert outcome.code == 0 and "2 ok, 0 failed" in outcome.out
+    folder, rows = the_sweep(somewhere_else)
+    assert [r["seed"] for r in rows] == ["1", "2"]
+    for row in rows:
+        saved = yaml.safe_load((folder / row["folder"] / "config.yaml").read_text())
+        assert saved["seed"] == int(row["seed"]) and saved["sampling"]["stop"] == "F,G"
+
+
+def test_two_sweeps_of_the_same_second_keep_apart(start, small, somewhere_else):
+    (somewhere_else / "experiment").mkdir()
+    then = "# @package _global_\nhydra: {sweep: {dir: multirun/then}}\n"  # as if the clock stood still
+    (somewhere_else / "experiment" / "frozen.yaml").write_text(then)
+    long = "sampling.stop=" + ",".join(f'"{letter * 300}"' for letter in "ab")
+    sweeps = [start("run", "-m", "experiment=frozen", "--config-dir=.", *small, long) for _ in range(2)]
+    for process in sweeps:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, out + err
+    folders = sorted(p.parent for p in somewhere_else.rglob("sweep.json"))
+    assert [f.name for f in folders] == ["then", "then_2"]
+    points = [p for f in folders for p in f.iterdir() if p.is_dir()]
+    assert len(points) == 4 and all((p / "metrics.json").exists() for p in points)
+    assert len({p.name for p in points}) == 2 and all(len(p.name) < 100 for p in points)  # cut, told apart by a hash
+
+
+def test_points_that_would_share_a_folder_are_an_error(lab, small):
+    outcome = lab("run", "-m", *small, "seed=1,2", "hydra.sweep.subdir=same")
+    assert outcome.code == 2 and "two points of the sweep would share the folder" in outcome.err
+
+
+def test_a_named_sweep_folder_is_used_once(lab, small, somewhere_else):
+    argv = ("run", "-m", *small, "seed=1", "hydra.sweep.dir=mine")
+    assert lab(*argv).code == 0
+    assert (somewhere_else / "mine" / "sweep.csv").exists()
+    outcome = lab(*argv)
+    assert outcome.code == 2 and "holds the results of another run" in outcome.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_keeps_its_finished_rows(start, small, somewhere_else, number):
+    process = start("run", "-m", *small, "workload.num_requests=2,1", "sampling.max_tokens=4,900", "model.max_model_len=1000")
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        points = [json.loads(p.read_text())["points"] for p in somewhere_else.rglob("sweep.json")]
+        running = list(somewhere_else.rglob("2_*/config.yaml"))
+        if points and points[0][0]["status"] == "ok" and running:
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    folder, rows = the_sweep(somewhere_else)
+    assert [r["status"] for r in rows] == ["ok", "interrupted", "skipped", "skipped"]
+    assert "1 ok, 0 failed, 1 interrupted, 2 skipped" in out and "Traceback" not in err
+
+
+def test_the_exit_code_of_a_sweep():
+    def code(*points):
+        sweep = object.__new__(Sweep)
+        sweep.points = [Point(1, [], {}, Path(), status, exit_code) for status, exit_code in points]
+        return sweep._exit_code()
+
+    assert code(("ok", 0), ("ok", 0)) == 0
+    assert code(("ok", 0), ("failed", 2)) == 1
+    assert code(("failed", 1), ("failed", 2)) == 1
+    assert code(("failed", 2), ("skipped", None)) == 2
+
+
+def test_a_folder_is_never_merged(tmp_path):
+    point_folder(tmp_path / "1_x")
+    with pytest.raises(UserError, match="must tell them apart"):
+        point_folder(tmp_path / "1_x")
