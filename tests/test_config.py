@@ -40,6 +40,7 @@ EXAMPLES = {  # a value that each setting takes and that is not its default
     "tracking.wandb.job_type": "sweep",
     "tracking.wandb.name": "n",
     "tracking.wandb.tags": ["a", "b"],
+    "tracking.sinks": ["mine"],
     "tracking.progress": "off",
     "debug.preempt_every": 3,
     "debug.check_integrity": True,
