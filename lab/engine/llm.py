@@ -92,6 +92,8 @@ class LLM:
         stack = self._open_stack
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
+        elif not isinstance(prompts, Sequence):
+            raise UserError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}.")
         each = _one_for_each(sampling_params, len(prompts))
         submissions = []
         for i, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
@@ -117,6 +119,8 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate the assistant's turn for one conversation, or for each of a list of them, by the model's chat template."""
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise UserError(f"messages must be a list of messages or of conversations, got {type(messages).__name__}.")
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         return self.generate([{"messages": one} for one in conversations], sampling_params, progress=progress)
 

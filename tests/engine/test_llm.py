@@ -55,6 +55,19 @@ def test_chat_takes_one_conversation_or_many(llm):
     assert [len(output.prompt_token_ids) for output in outputs] == [4, 7]
 
 
+def test_what_is_no_list_of_prompts_or_messages_is_refused(llm):
+    for prompts in (None, 7):
+        with pytest.raises(UserError, match="prompts must be"):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(UserError, match=r"prompts\[0\]: a prompt is a string or a mapping"):
+        llm.generate([1, 2, 3], GREEDY)
+    for messages in ({"role": "user", "content": "x"}, "hello", None):
+        with pytest.raises(UserError, match="messages must be"):
+            llm.chat(messages, GREEDY)
+    with pytest.raises(UserError, match="messages is empty"):
+        llm.chat([], GREEDY)
+
+
 def test_metrics_are_those_of_the_whole_engine(folder):
     with open_llm(folder) as llm:
         llm.generate(["ABC", "AB"], GREEDY)
