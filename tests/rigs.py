@@ -51,7 +51,7 @@ def mix(folder: Path, architecture: str = "llama", seed: int = 0, **config_overr
 
     `config_overrides` replace values of config.json and so the shapes of the weights.
     """
-    config = _config(architecture, vocab_size=256, **config_overrides)
+    config = _config(architecture, config_overrides)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in _shapes(architecture, config).items()}
     return _write(folder, config, weights)
@@ -90,7 +90,7 @@ def smollm2() -> Path:
 
 
 def _permutation_model(folder: Path, head_VD: torch.Tensor, config_overrides: dict[str, Any]) -> Path:
-    config = _config("llama", vocab_size=COUNT_VOCAB, **config_overrides)
+    config = _config("llama", {"vocab_size": COUNT_VOCAB} | config_overrides)
     generator = torch.Generator().manual_seed(0)
     weights = {name: _random(name, shape, generator) for name, shape in _shapes("llama", config).items()}
     for name, weight in weights.items():
@@ -103,10 +103,11 @@ def _permutation_model(folder: Path, head_VD: torch.Tensor, config_overrides: di
     return _write(folder, config, weights)
 
 
-def _config(architecture: str, **values: Any) -> dict[str, Any]:
+def _config(architecture: str, overrides: dict[str, Any]) -> dict[str, Any]:
     config = {
         "architectures": [_HF_NAMES[architecture]],
         "model_type": architecture,
+        "vocab_size": 256,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -126,7 +127,7 @@ def _config(architecture: str, **values: Any) -> dict[str, Any]:
         config["sliding_window"] = None
     if architecture == "qwen3":
         config["head_dim"] = 32  # more than hidden_size / heads, as in the real ones
-    return config | values
+    return config | overrides
 
 
 def _shapes(architecture: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

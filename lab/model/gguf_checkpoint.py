@@ -54,18 +54,18 @@ class GgufCheckpoint(Checkpoint):
         tensor = self.file.tensors[self._name_of[name]]
         check_fit(self.file.path, name, tensor.shape, torch.float32, out)
         num_heads = self._permuted_heads(name)
-        rows = out if out.dim() == 2 else out.view(1, -1)
-        order = None if num_heads is None else torch.from_numpy(unpermuted(out.shape[0], num_heads))
-        if order is not None and out.dim() == 1:  # the bias of permuted rows
-            exact = np.concatenate([chunk for _, chunk in self.file.dequantized(tensor.name)], axis=1)[0]
-            out.copy_(torch.from_numpy(exact.copy())[order])
+        order = None if num_heads is None else torch.from_numpy(unpermuted(out.shape[0], num_heads)).to(out.device)
+        if out.dim() == 1:
+            values = np.concatenate([chunk[0] for _, chunk in self.file.dequantized(tensor.name)])
+            exact = torch.from_numpy(values).to(out.device, out.dtype)
+            out.copy_(exact) if order is None else out.index_copy_(0, order, exact)
             return
         for first, chunk in self.file.dequantized(tensor.name):
             exact = torch.from_numpy(chunk if chunk.flags.writeable else chunk.copy())
             if order is None:
-                rows[first : first + len(chunk)].copy_(exact)
+                out[first : first + len(chunk)].copy_(exact)
             else:
-                rows.index_copy_(0, order[first : first + len(chunk)], exact.to(rows.device, rows.dtype))
+                out.index_copy_(0, order[first : first + len(chunk)], exact.to(out.device, out.dtype))
 
     def _permuted_heads(self, name: str) -> int | None:
         if self._permuted and ".self_attn.q_proj." in name:
