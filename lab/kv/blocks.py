@@ -111,11 +111,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             limit = min(limit, request.num_prompt // self.block_size)
         found: list[int] = []
-        hashes = request.block_hashes
-        for i in range(limit):
-            if i == len(hashes):
-                self._hash_next(request)
-            block = self._cached.get(hashes[i])
+        for digest in self._digests(request, limit)[:limit]:
+            block = self._cached.get(digest)
             if block is None:
                 break
             found.append(block.id)
@@ -156,14 +153,16 @@ class BlockManager:
         if num_new > self.num_free:
             return None
         new_ids = []
+        block = self._free.next
         for _ in range(num_new):
-            block = self._free.next
-            self._unlink(block)
             if block.digest is not None:
                 del self._cached[block.digest]
                 block.digest = None
             block.num_refs = 1
             new_ids.append(block.id)
+            block = block.next
+        self._free.next, block.prev = block, self._free  # the whole run leaves the list at once
+        self.num_free -= num_new
         request.block_ids += new_ids
         used = self.num_blocks - self.num_free
         if used > self.peak_used:
@@ -182,14 +181,12 @@ class BlockManager:
             return
         if not self.enable_prefix_caching:
             num_full = min(num_full, request.num_prompt // self.block_size)
-        hashes = request.block_hashes
+        digests = self._digests(request, num_full)
         for i in range(request.num_registered, num_full):
-            if i == len(hashes):
-                self._hash_next(request)
-            block = self._blocks[request.block_ids[i]]
-            if hashes[i] not in self._cached:
-                self._cached[hashes[i]] = block
-                block.digest = hashes[i]
+            if digests[i] not in self._cached:
+                block = self._blocks[request.block_ids[i]]
+                self._cached[digests[i]] = block
+                block.digest = digests[i]
         request.num_registered = max(num_full, request.num_registered)
 
     def free(self, request: Request) -> None:
@@ -244,19 +241,19 @@ class BlockManager:
     def _shares(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.fork_group is not None
 
-    def _hash_next(self, request: Request) -> None:
-        """Add the digest of the request's next full block."""
-        hashes, size = request.block_hashes, self.block_size
-        if hashes:
-            parent = hashes[-1]
-        else:  # siblings have common contents anyhow: their key is needed only where nothing else may be shared
-            parent = self._hasher.root(request.cache_salt, None if self.enable_prefix_caching else request.fork_group)
-        start = len(hashes) * size
-        hashes.append(self._hasher.block(parent, request.token_ids[start : start + size]))
+    def _digests(self, request: Request, num_blocks: int) -> list[bytes]:
+        """The request's digests, computed as far as its first `num_blocks` blocks."""
+        digests, size = request.block_hashes, self.block_size
+        if len(digests) < num_blocks:
+            if digests:
+                parent = digests[-1]
+            else:  # siblings have common contents anyhow: their key is needed only where nothing else may be shared
+                parent = self._hasher.root(request.cache_salt, None if self.enable_prefix_caching else request.fork_group)
+            digests += self._hasher.chain(parent, request.token_ids[len(digests) * size : num_blocks * size])
+        return digests
 
     def _unlink(self, block: Block) -> None:
         block.prev.next, block.next.prev = block.next, block.prev
-        block.prev = block.next = block
         self.num_free -= 1
 
     @staticmethod

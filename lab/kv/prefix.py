@@ -39,7 +39,6 @@ class BlockHasher:
             raise unknown("cache.hash_algo", algo, ALGORITHMS)
         self.block_size = block_size
         self._hash = ALGORITHMS[algo]
-        self._pack = struct.Struct(f"<{block_size}I").pack
         self._extra_keys = tuple(extra_keys)
         self._plain_root = self._root(None, None)
 
@@ -53,9 +52,16 @@ class BlockHasher:
         keys = (self.block_size, cache_salt, fork_group, *self._extra_keys)
         return self._hash(b"R" + b"".join(map(_encode, keys))).digest()
 
-    def block(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The digest of the full block of `token_ids` that comes after the block with the digest `parent`."""
-        return self._hash(b"B" + parent + self._pack(*token_ids)).digest()
+    def chain(self, parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
+        """The digests of the full blocks that `token_ids` fill, the first of which comes after the digest `parent`."""
+        num_tokens = len(token_ids) // self.block_size * self.block_size
+        data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+        width, hash_ = 4 * self.block_size, self._hash
+        digests = []
+        for start in range(0, len(data), width):
+            parent = hash_(b"B" + parent + data[start : start + width]).digest()
+            digests.append(parent)
+        return digests
 
 
 def _encode(key: Key) -> bytes:

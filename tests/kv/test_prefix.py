@@ -12,10 +12,7 @@ from lab.kv.prefix import ALGORITHMS, BlockHasher
 
 
 def chain(hasher, token_ids, **keys):
-    digests = [hasher.root(**keys)]
-    for i in range(0, len(token_ids), hasher.block_size):
-        digests.append(hasher.block(digests[-1], token_ids[i : i + hasher.block_size]))
-    return digests[1:]
+    return hasher.chain(hasher.root(**keys), token_ids)
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
@@ -33,6 +30,15 @@ def test_algorithms_differ_and_an_unknown_one_is_refused_by_name():
     assert BlockHasher(4, "blake2b").root() != BlockHasher(4, "sha256").root()
     with pytest.raises(UserError, match="blake2b"):
         BlockHasher(4, "blake2")
+
+
+def test_a_chain_is_the_same_whether_it_grows_at_once_or_in_steps():
+    hasher = BlockHasher(4)
+    token_ids = list(range(22))
+    at_once = chain(hasher, token_ids)
+    assert len(at_once) == 5, "the last block is not full"
+    first = chain(hasher, token_ids[:9])
+    assert first + hasher.chain(first[-1], token_ids[8:]) == at_once
 
 
 def test_no_two_sets_of_keys_have_the_same_root():
@@ -62,7 +68,7 @@ def test_a_block_of_another_size_or_of_a_root_is_never_the_same():
 def test_token_ids_are_taken_whole(token):
     hasher = BlockHasher(1)
     others = {0, 1, 255, 256, 65535, 65536, 2**31, 2**32 - 1} - {token}
-    assert hasher.block(hasher.root(), [token]) not in {hasher.block(hasher.root(), [t]) for t in others}
+    assert chain(hasher, [token])[0] not in {chain(hasher, [t])[0] for t in others}
 
 
 def test_every_process_computes_the_same_digests():
@@ -71,10 +77,7 @@ def test_every_process_computes_the_same_digests():
         "for algo in ('blake2b', 'sha256'):\n"
         "    h = BlockHasher(16, algo, ('float32', 7))\n"
         "    for salt in (None, 'salt'):\n"
-        "        d = h.root(salt)\n"
-        "        for i in range(3):\n"
-        "            d = h.block(d, range(16 * i, 16 * i + 16))\n"
-        "            print(d.hex())\n"
+        "        print(*(d.hex() for d in h.chain(h.root(salt), range(48))))\n"
     )
     outputs = [
         subprocess.run(
