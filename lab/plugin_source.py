@@ -93,6 +93,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def first_line(doc: str | None) -> str:
+    """The first line of a docstring; empty when there is none."""
     return (doc or "").strip().split("\n")[0]
 
 

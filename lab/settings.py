@@ -14,6 +14,8 @@ GOODPUT_LIMITS = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
+    """Which model, and how it is loaded."""
+
     path: str = "smollm2"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = None
@@ -28,6 +30,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
+    """The KV cache: its blocks, its size, and whether prompts share it."""
+
     block_size: int = 16
     num_blocks: int | None = None
     memory_utilization: float = 0.92
@@ -48,6 +52,8 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
+    """What one step may hold, and in which order requests are served."""
+
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     policy: str = "fcfs"
@@ -64,6 +70,8 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True)
 class WandbSettings:
+    """Where and how Weights & Biases records a run."""
+
     mode: Literal["auto", "disabled", "offline", "online"] = "auto"
     project: str = "lab"
     group: str | None = None
@@ -74,6 +82,8 @@ class WandbSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrackingSettings:
+    """What is shown and recorded while a run goes on."""
+
     wandb: WandbSettings = field(default_factory=WandbSettings)
     sinks: tuple[str, ...] = ()  # sink plugins beside the run folder's own and W&B, by name
     progress: Literal["auto", "bar", "log", "off"] = "auto"
@@ -100,6 +110,8 @@ class PluginChoice:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """All of a run's settings; the names and comments are in conf/config.yaml."""
+
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)

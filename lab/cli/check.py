@@ -11,6 +11,7 @@ from lab.errors import UserError
 
 
 def check(arguments: Arguments) -> int:
+    """Run the checks, print a line each and a verdict. Returns 0, or 1 when one failed."""
     registry.discover(arguments.plugins)
     entry, options = plugin_to_check(arguments.overrides)
     if reasons := unusable(entry):

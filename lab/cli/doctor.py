@@ -34,6 +34,7 @@ CACHES = ("models", "compile", "device")
 
 
 def doctor(arguments: Arguments) -> int:
+    """Print what was found. Always returns 0: a lack is not a failure."""
     if arguments.overrides:
         raise UserError(f"`lab doctor` takes no overrides, got {' '.join(arguments.overrides)}.")
     registry.discover(arguments.plugins)

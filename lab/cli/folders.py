@@ -54,6 +54,7 @@ def named_folder(path: str | Path) -> Path:
 
 
 def holds_a_run(folder: Path) -> UserError:
+    """The error for a folder that somebody's results are in."""
     return UserError(f"{folder} holds the results of another run: name another folder, or remove it.")
 
 

@@ -16,6 +16,7 @@ from lab.typed import describe
 
 
 def plugins(arguments: Arguments) -> int:
+    """Print the plugins that were asked for."""
     registry.discover(arguments.plugins)
     chosen, detailed = _chosen(arguments.overrides)
     if arguments.json:

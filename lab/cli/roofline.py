@@ -17,6 +17,7 @@ from lab.settings import Settings
 
 
 def roofline(arguments: Arguments) -> int:
+    """Print the floors, measuring the device first where that has not been done."""
     registry.discover(arguments.plugins)
     settings = compose(arguments.overrides, arguments.config_dirs)
     config = read_config(_folder(settings.model.path))

@@ -10,6 +10,7 @@ from lab.errors import UserError
 
 
 def run(arguments: Arguments) -> int:
+    """Compose, make the folder, write config.yaml, run. Returns the exit code of the run or sweep."""
     registry.discover(arguments.plugins)
     overrides = named(arguments.overrides)
     plan = plan_sweep(overrides, arguments.config_dirs, multirun=arguments.multirun)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print rows of text under headers."""
     if sys.stdout.isatty():
         _draw(headers, rows, title)
         return
