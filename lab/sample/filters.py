@@ -9,8 +9,8 @@ The rules, in this order:
 - min_p keeps tokens at least min_p times as likely as the most likely one.
 
 Rows with neither top_k nor top_p need no order among tokens and stay a vocabulary wide. The others are cut to a few
-candidates first; only a row whose nucleus is wider than NUCLEUS_CANDIDATES is sorted as a whole. Which way a row takes,
-and every number on it, depends on that row alone.
+candidates first, and to more of them as long as these do not hold the nucleus; only the widest nuclei sort the whole row.
+What comes out depends on the row alone, however many candidates it took.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,7 @@ from torch import Tensor
 from lab.sample.ordering import block_sums, parts, pick, pick_short, top
 
 TOP_P_OFF = 1.0 - 2.0**-20
-NUCLEUS_CANDIDATES = 128  # holds nearly every nucleus of a language model
-MOST_CANDIDATES = 1024  # a larger top_k sorts the row
+CANDIDATES = (128, 2048)  # the first holds nearly every nucleus of a language model
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +87,17 @@ def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
     """Apply the filters; the rows come in groups, each row in exactly one."""
     narrow_W = (filters.top_k_W > 0) | (filters.top_p_W < TOP_P_OFF)
     yield from _whole_rows(x_WV, filters, np.flatnonzero(~narrow_W))
-    need_W = np.where(filters.top_k_W > 0, filters.top_k_W, NUCLEUS_CANDIDATES)
-    few_W = narrow_W & (need_W <= min(MOST_CANDIDATES, x_WV.shape[1]))
-    sorted_W = narrow_W & ~few_W
-    if few_W.any():
-        rows_G = np.flatnonzero(few_W)
-        kept, enough_G = _candidates(_take(x_WV, rows_G), filters[rows_G], int(need_W[rows_G].max()))
-        sorted_W[rows_G[~enough_G]] = True
-        if enough_G.any():
-            index = torch.from_numpy(np.flatnonzero(enough_G)).to(x_WV.device)
-            yield Kept(rows_G[enough_G], kept.weights_GK[index], kept.ids_GK[index])
-    for rows_G in parts(np.flatnonzero(sorted_W), x_WV):
-        kept, _ = _candidates(_take(x_WV, rows_G), filters[rows_G], x_WV.shape[1])
-        yield Kept(rows_G, kept.weights_GK, kept.ids_GK)
+    vocab_size = x_WV.shape[1]
+    top_k_W = np.minimum(filters.top_k_W, vocab_size)
+    for limit in (*(num for num in CANDIDATES if num < vocab_size), vocab_size):
+        for rows_G in parts(np.flatnonzero(narrow_W & (top_k_W <= limit)), x_WV):
+            top_k_G = top_k_W[rows_G]
+            num = int(top_k_G.max() if top_k_G.min() > 0 else limit)
+            weights_GK, ids_GK, enough_G = _candidates(_take(x_WV, rows_G), filters[rows_G], num)
+            narrow_W[rows_G[enough_G]] = False
+            done = np.flatnonzero(enough_G)
+            if len(done):
+                yield Kept(rows_G[done], _take(weights_GK, done), _take(ids_GK, done))
 
 
 def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> Tensor:
@@ -124,10 +121,13 @@ def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Ke
         yield Kept(rows_G, weights_GV, None)
 
 
-def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Kept, np.ndarray]:
-    """Filter the `num` most likely tokens of each row, and say for which rows these were enough.
+def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Filter the `num` most likely tokens of each row.
 
     Sums run in float64 over tokens in order of likelihood, so they do not depend on `num`.
+
+    Returns:
+        weights and ids of shape G x num, and for which rows `num` tokens were enough.
     """
     values_GK, ids_GK = top(x_GV, num)
     maximum_G1 = values_GK[:, :1].clamp(min=torch.finfo(torch.float32).min)
@@ -136,25 +136,17 @@ def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Kept, np.ndar
     weights_GK.masked_fill_(torch.arange(num, device=x_GV.device) >= top_k_G1, 0.0)
     running_GK = weights_GK.cumsum(-1)
     total_G1 = running_GK[:, -1:].clone()
-    nucleus = np.flatnonzero(filters.top_k_W <= 0)
-    if len(nucleus):
-        total_G1[torch.from_numpy(nucleus).to(x_GV.device)] = _totals(x_GV, filters.temperature_W, maximum_G1, nucleus)
+    whole = np.flatnonzero(filters.top_k_W <= 0)
+    if len(whole):
+        index = torch.from_numpy(whole).to(x_GV.device)
+        weights_XV = weights_of(_take(x_GV, whole), filters.temperature_W[whole], maximum_G1[index])
+        total_G1[index] = block_sums(weights_XV).sum(-1, keepdim=True)
     top_p_G = np.where(filters.top_p_W < TOP_P_OFF, filters.top_p_W, 2.0)  # no share is 2: nothing is dropped
     edge_G1 = _column(top_p_G, x_GV) * total_G1
-    enough_G = (running_GK[:, -1:] >= edge_G1).squeeze(1).cpu().numpy() | (filters.top_k_W > 0)
+    enough_G = (running_GK[:, -1:] >= edge_G1).squeeze(1).cpu().numpy() | (filters.top_k_W > 0) | (num == x_GV.shape[1])
     weights_GK.masked_fill_(running_GK - weights_GK >= edge_G1, 0.0)
     weights_GK.masked_fill_(weights_GK < _column(filters.min_p_W, x_GV), 0.0)
-    return Kept(np.arange(len(x_GV)), weights_GK, ids_GK), enough_G
-
-
-def _totals(x_GV: Tensor, temperature_G: np.ndarray, maximum_G1: Tensor, rows: np.ndarray) -> Tensor:
-    """The sum of the weights of all tokens for some rows: float64 of shape len(rows) x 1."""
-    totals = []
-    for part in parts(rows, x_GV):
-        index = torch.from_numpy(part).to(x_GV.device)
-        weights_XV = weights_of(_take(x_GV, part), temperature_G[part], maximum_G1[index])
-        totals.append(block_sums(weights_XV).sum(-1, keepdim=True))
-    return torch.cat(totals)
+    return weights_GK, ids_GK, enough_G
 
 
 def _column(values_G: np.ndarray, like: Tensor) -> Tensor:

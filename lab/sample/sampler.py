@@ -161,16 +161,16 @@ class Sampler:
         draft_probs: Tensor,
     ) -> None:
         """Put rejection-sampled targets in the place of those of draft rows."""
-        request_L = np.repeat(np.arange(len(drafts)), np.diff(layout.starts, append=len(layout.rows_L)))
-        verified = np.array([i for i, row in enumerate(drawn) if layout.offsets_L[row] < len(drafts[request_L[row]])], np.int64)
+        drafts_L = np.array([token for draft_ids in drafts for token in (*draft_ids, -1)], np.int64)
+        verified = np.flatnonzero(drafts_L[drawn] >= 0)
         if not len(verified):
             return
         rows_X = drawn[verified]
-        requests_X, offsets_X = request_L[rows_X], layout.offsets_L[rows_X]
+        requests_X = np.searchsorted(layout.starts, rows_X, side="right") - 1
         targets_L[rows_X] = rejection_targets(
             probabilities(x_WV[self._index(verified)], filters[verified]),
-            draft_probs[self._index(requests_X), self._index(offsets_X)].float(),
-            np.array([drafts[request][offset] for request, offset in zip(requests_X, offsets_X, strict=True)], np.int64),
+            draft_probs[self._index(requests_X), self._index(layout.offsets_L[rows_X])].float(),
+            drafts_L[rows_X],
             self._uniforms(layout, rows_X, Purpose.ACCEPT),
             self._uniforms(layout, rows_X, Purpose.RECOVER),
         )

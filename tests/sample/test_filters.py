@@ -97,17 +97,19 @@ def test_ties_at_the_edge_of_top_k_go_to_lower_ids():
     assert kept == [1, 2, 3, 6]
 
 
-def test_wide_nucleus_is_the_same_by_either_way(monkeypatch):
-    """A nucleus wider than the candidates sorts the row; it must be the nucleus that more candidates would have found."""
-    x = torch.randn(6, 4000, generator=torch.Generator().manual_seed(3)) * 1.5
-    given, u = filters(6, top_p=0.7), uniforms(6)
-    sizes = (probabilities(x, given) > 0).sum(-1)
-    assert (sizes > module.NUCLEUS_CANDIDATES).all()
+@pytest.mark.parametrize("scale", [1.5, 2.5])
+def test_wide_nucleus_is_the_same_however_many_candidates(monkeypatch, scale):
+    """A nucleus wider than the first candidates takes more, or the whole row; the outcome may not tell."""
+    x = torch.randn(6, 8000, generator=torch.Generator().manual_seed(3)) * scale
+    given, u = filters(6, top_p=0.9), uniforms(6)
     probs, drawn = probabilities(x, given), sample(x, given, u)
-    monkeypatch.setattr(module, "NUCLEUS_CANDIDATES", 1000)
-    assert (sizes < 1000).all()
-    assert torch.equal(probabilities(x, given), probs)
-    assert np.array_equal(sample(x, given, u), drawn)
+    sizes = (probs > 0).sum(-1)
+    assert (sizes > module.CANDIDATES[0]).all()
+    assert (sizes > module.CANDIDATES[1]).all() == (scale == 1.5)
+    for candidates in ((), (4000,), (1, 7, 500)):
+        monkeypatch.setattr(module, "CANDIDATES", candidates)
+        assert torch.equal(probabilities(x, given), probs)
+        assert np.array_equal(sample(x, given, u), drawn)
 
 
 def test_rows_do_not_depend_on_each_other():
