@@ -66,6 +66,7 @@ def test_requests_are_sent_at_their_times_whatever_the_engine_does(run, clock):
     assert [early["arrival_s"], held_up["arrival_s"], late["arrival_s"]] == pytest.approx([0.0, 0.05, 7.5])
     assert held_up["ttft_ms"] < early["e2e_ms"]  # sent while the first one ran, and served beside it
     assert late["ttft_ms"] < 100.0  # nothing was in its way
+    assert held_up["e2e_ms"] < 2000.0  # nobody slept while there was work
     assert 5.0 < sum(clock.slept) <= 7.5 and max(clock.slept) <= LONGEST_SLEEP_S
     assert outcome.metrics["duration_s"] >= 7.5
 
