@@ -53,8 +53,10 @@ def hub_answers(model_id: str) -> bool:
         except OSError:
             pass  # away: the event stays unset
 
-    threading.Thread(target=ask, daemon=True).start()
-    return answered.wait(HUB_DEADLINE_S)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_DEADLINE_S)
+    return answered.is_set()
 
 
 def hub_snapshot(model_id: str, *, folder: Path | None = None, offline: bool = False) -> Path:

@@ -108,9 +108,7 @@ def _gguf_folder(path: Path) -> Path:
     known by the file's path, size and time of change.
     """
     if path.suffix != ".gguf":
-        raise UserError(
-            f"{path} is a file, but not a .gguf file. model.path takes a folder in transformers' format or a .gguf file."
-        )
+        raise UserError(f"{path} is not a .gguf file. model.path takes such a file, or a folder in transformers' format.")
     stat = path.stat()
     identity = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
 
