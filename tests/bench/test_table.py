@@ -1,0 +1,50 @@
+"""The summary's tables."""
+
+import io
+
+import pytest
+
+from lab.report.table import headline, latency_rows, milliseconds, plain_table, print_summary, size
+
+METRICS = {
+    "num_requests": 12,
+    "num_failed": 2,
+    "prompt_tokens": 12345,
+    "output_tokens": 640,
+    "duration_s": 2.5,
+    "output_tok_per_s": 256.0,
+    "requests_per_s": 4.0,
+    "ttft_ms": {"mean": 12.3, "p50": 9.99, "p90": 99.95, "p99": 1234.0, "max": 180000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(0.0, "0 us"), (0.25, "250 us"), (1.0, "1.00 ms"), (9.99, "9.99 ms"), (12.34, "12.3 ms"), (99.96, "100 ms")]
+    + [(999.4, "999 ms"), (999.6, "1.00 s"), (12345.0, "12.35 s"), (119_600.0, "2.0 min")],
+)
+def test_times_have_the_unit_that_fits(ms, text):
+    assert milliseconds(ms) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(512, "512 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 29, "1.50 GiB")])
+def test_sizes_are_binary(count, text):
+    assert size(count) == text
+
+
+def test_only_what_the_run_has_is_shown():
+    assert [name for name, _ in headline(METRICS)] == ["requests", "tokens", "duration", "throughput"]
+    assert headline(METRICS)[0] == ("requests", "12, 2 failed")
+    assert latency_rows(METRICS) == [["TTFT", "12.3 ms", "9.99 ms", "100 ms", "1.23 s", "3.0 min"]]
+
+
+def test_plain_columns_line_up():
+    assert plain_table([["a", "bbb", "c"], ["dddd", "e", "f"]]) == "a     bbb  c\ndddd  e    f"
+
+
+def test_elsewhere_than_on_a_terminal_the_summary_is_plain():
+    stream = io.StringIO()
+    print_summary(METRICS, stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "requests    12, 2 failed" and "\x1b" not in stream.getvalue()
+    assert lines[-1].split()[0] == "TTFT"
