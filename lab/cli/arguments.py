@@ -19,6 +19,7 @@ class Arguments:
     multirun: bool = False
     fail_fast: bool = False
     print_config: bool = False
+    measure: bool = False
 
 
 def parse(argv: list[str]) -> Arguments:

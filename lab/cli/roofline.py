@@ -24,7 +24,7 @@ def roofline(arguments: Arguments) -> int:
     dtype = config.torch_dtype if settings.model.dtype == "auto" else settings.model.dtype
     kv_dtype = dtype if settings.cache.dtype == "auto" else settings.cache.dtype
     device = devices()[-1] if settings.device == "auto" else settings.device
-    facts = measure_device(device, log=lambda text: print(text, file=sys.stderr))
+    facts = measure_device(device, again=arguments.measure, log=lambda text: print(text, file=sys.stderr))
     record = _record(settings, config, dtype, facts, floors(config, dtype, facts, kv_dtype))
     if arguments.json:
         print(json.dumps(record))

@@ -129,7 +129,7 @@ tokens per second at batch 1, the ridge (FLOPs per byte where arithmetic becomes
 does) and how many sequences fit in the memory. The device's bandwidth and peak are measured once and kept in the cache.
 Only config.json of the model is read: model.path may be a folder without weights.
 """,
-            (CONFIG_DIR,),
+            (CONFIG_DIR, Flag(("--measure",), "measure", "measure the device again; the higher of both results is kept")),
         ),
         Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
     )
