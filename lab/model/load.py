@@ -28,7 +28,7 @@ log = logging.getLogger("lab")
 
 FORMATS = ("auto", "safetensors", "gguf", "dummy")
 # Tensors that old checkpoints carry and no model needs: they follow from the config.
-HARMLESS = re.compile(r"(\.rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
+HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def load_model(
