@@ -37,6 +37,7 @@ def current() -> ForwardContext:
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the current one for the forward pass inside the `with` block."""
     _open.append(context)
     try:
         yield

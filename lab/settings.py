@@ -122,7 +122,9 @@ class Settings:
     quant: PluginChoice = field(default_factory=PluginChoice)
     moe: PluginChoice = field(default_factory=PluginChoice)
     workload: PluginChoice = field(default_factory=lambda: PluginChoice("prompts"))
-    sampling: dict[str, Any] = field(default_factory=dict)  # defaults for requests that say nothing themselves
+    sampling: dict[str, Any] = field(
+        default_factory=lambda: {"temperature": 0.0, "max_tokens": 128}
+    )  # for requests that say nothing
     goodput: dict[str, float] = field(default_factory=dict)  # limits in ms: ttft, tpot, e2e
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0

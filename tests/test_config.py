@@ -109,7 +109,7 @@ class TestSpellings:
     @pytest.mark.parametrize("plus", ["", "+", "++"])
     def test_open_settings(self, plus):
         settings = compose([f"{plus}sampling.temperature=0.5", f"{plus}sampling.stop=[a,b]", f"{plus}goodput.ttft=5"])
-        assert settings.sampling == {"temperature": 0.5, "stop": ["a", "b"]} and settings.goodput == {"ttft": 5.0}
+        assert settings.sampling == {"temperature": 0.5, "max_tokens": 128, "stop": ["a", "b"]} and settings.goodput == {"ttft": 5.0}
 
     @pytest.mark.parametrize("plus", ["", "+", "++"])
     def test_the_model_group_and_a_path_over_it(self, plus):
@@ -125,7 +125,7 @@ class TestSpellings:
         assert compose(["seed=1", "seed=2"]).seed == 2
 
     def test_a_whole_mapping_and_a_removal(self):
-        assert compose(["sampling={temperature: 0, stop: [x]}"]).sampling == {"temperature": 0, "stop": ["x"]}
+        assert compose(["sampling={temperature: 0, stop: [x]}"]).sampling == {"temperature": 0, "max_tokens": 128, "stop": ["x"]}
         assert compose(["~cache.block_size"]).cache.block_size == Settings().cache.block_size
 
     def test_hydras_own_names_are_left_alone(self):
@@ -327,8 +327,8 @@ class TestSweeps:
         assert """sampling.stop='"a,b"'""" in message and "sampling.stop='[a,b]'" in message
 
     def test_the_suggested_quoting_works(self):
-        assert compose(['sampling.stop="a,b"']).sampling == {"stop": "a,b"}
-        assert compose(["sampling.stop=[a,b]"]).sampling == {"stop": ["a", "b"]}
+        assert compose(['sampling.stop="a,b"']).sampling["stop"] == "a,b"
+        assert compose(["sampling.stop=[a,b]"]).sampling["stop"] == ["a", "b"]
 
     def test_an_interval_cannot_be_enumerated(self):
         with pytest.raises(UserError, match="not an interval"):

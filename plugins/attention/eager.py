@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lab.api import Capabilities, register
-from plugins.attention._paged import PlainPaged
+from ._paged import PlainPaged
 
 
 @dataclass(frozen=True, slots=True)

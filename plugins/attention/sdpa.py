@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lab.api import Capabilities, register
-from plugins.attention._paged import PlainPaged
+from ._paged import PlainPaged
 
 BATCHED_UP_TO = 16  # tokens a row; longer rows fill the machine alone
 PAD_LIMIT = 1.25  # rows batched together may be padded by a quarter over their own contexts
