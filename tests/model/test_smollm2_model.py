@@ -71,10 +71,10 @@ def oracle(gguf_path):
             heads = {"attn_q": 9, "attn_k": 3}.get(part)
             if heads:
                 w = w.reshape(heads, w.shape[0] // heads // 2, 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
-            weights[f"model.layers.{layer}.{names[part]}.weight"] = torch.from_numpy(np.ascontiguousarray(w))
+            weights[f"model.layers.{layer}.{names[part]}.weight"] = torch.from_numpy(np.array(w))
         else:
             name = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}[kind]
-            weights[name] = torch.from_numpy(w)
+            weights[name] = torch.from_numpy(np.array(w))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing == ["lm_head.weight"] and unexpected == []
     model.tie_weights()
