@@ -31,6 +31,7 @@ from lab.types import Request, RowResult, Step, StepResult
 
 BLOCK_SIZE = 16
 MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
+TOKEN, NONE = [5], []
 Sizes = tuple[list[int], int]  # prompt token ids, output tokens
 
 
@@ -48,7 +49,9 @@ def make_request(index: int, prompt_ids: list[int], num_output: int) -> Request:
 
 
 def no_op(step: Step) -> StepResult:
-    return StepResult(step.index, [RowResult(c.request_id, [5] if c.samples else []) for c in step.chunks], ms=0.0)
+    """The same token for every row, at once."""
+    rows = [RowResult(c.request_id, TOKEN if c.samples else NONE, 0, None, None, NONE) for c in step.chunks]
+    return StepResult(step.index, rows, ms=0.0)
 
 
 def bench_steps(num_running: int, is_async: bool) -> dict[str, Any]:

@@ -55,12 +55,13 @@ def cut_at_stop(request: Request, new_ids: Sequence[int]) -> tuple[int, FinishRe
     Returns:
         The number of tokens to keep, the finish reason (None: it goes on), and the stop token id that ended it.
     """
-    params = request.params
-    length, min_len, max_len = len(request.token_ids), request.num_prompt + params.min_tokens, request.max_len
+    params, max_len = request.params, request.max_len
+    length, may_stop_at = len(request.token_ids), len(request.prompt_ids) + params.min_tokens
+    eos_ids = () if params.ignore_eos else request.eos_ids
     for num_kept, token in enumerate(new_ids, 1):
         length += 1
-        if length >= min_len:
-            if token in request.eos_ids and not params.ignore_eos:
+        if length >= may_stop_at:
+            if token in eos_ids:
                 return num_kept, FinishReason.STOP, None
             if token in params.stop_token_ids:
                 return num_kept, FinishReason.STOP, token

@@ -276,25 +276,46 @@ class Scheduler:
 
     def _apply(self, request: Request, chunk: Chunk, row: RowResult) -> Update | None:
         prompt_logprobs = None if row.prompt_logprobs is None else _undelivered(request, chunk, row)
+        if chunk.samples:
+            new_ids = self._append(request, row, chunk.num_drafts)
+        else:
+            assert not row.token_ids, f"request {request.id}: tokens from a chunk that does not sample"
+            if not prompt_logprobs:
+                return None
+            new_ids = []
+        num_new, logprobs = len(new_ids), row.logprobs
+        return Update(
+            request.id,
+            new_ids,
+            None if logprobs is None else logprobs[:num_new],
+            prompt_logprobs or None,
+            min(row.num_accepted, num_new) if row.num_drafts else 0,
+            row.num_drafts,
+            request.finish_reason,
+            request.stop_reason,
+            request.num_cached,
+            request.num_preemptions,
+            request.scheduled_s,
+        )
+
+    def _append(self, request: Request, row: RowResult, num_drafts: int) -> list[int]:
+        """Add what a chunk with `num_drafts` planned drafts sampled, and end the request where it must; the tokens kept."""
         new_ids = row.token_ids
-        if not chunk.samples:
-            assert not new_ids, f"request {request.id}: tokens from a chunk that does not sample"
-            return _update(request, [], row, prompt_logprobs) if prompt_logprobs else None
-        num_drafts, num_new = chunk.num_drafts, len(new_ids)
-        assert 1 <= num_new <= 1 + num_drafts, f"request {request.id}: {num_new} tokens, {num_drafts} drafts"
+        num_lost = 1 + num_drafts - len(new_ids)
+        assert 0 <= num_lost <= num_drafts, f"request {request.id}: {len(new_ids)} tokens, {num_drafts} drafts"
         request.num_in_flight -= 1 + num_drafts
         if request.status is Status.RUNNING:
-            request.num_computed -= 1 + num_drafts - num_new
+            request.num_computed -= num_lost
             if row.draft_ids and not self.settings.async_scheduling:
                 request.draft_ids = row.draft_ids
         num_kept, reason, stop_reason = cut_at_stop(request, new_ids)
-        if num_kept < num_new:
+        if num_kept < len(new_ids):
             new_ids = new_ids[:num_kept]
         request.token_ids += new_ids
         self.blocks.register(request)  # a void chunk counts: it is computed before anybody can hit what it fills
         if reason is not None:
             self._end(request, reason, stop_reason)
-        return _update(request, new_ids, row, prompt_logprobs)
+        return new_ids
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is Status.RUNNING:
@@ -348,20 +369,3 @@ def _undelivered(request: Request, chunk: Chunk, row: RowResult) -> list[TokenLo
     assert num_before >= 0, f"request {request.id}: prompt log-probabilities with a gap before position {chunk.start + 1}"
     request.num_prompt_logprobs = max(request.num_prompt_logprobs, chunk.start + len(row.prompt_logprobs))
     return row.prompt_logprobs[num_before:]
-
-
-def _update(request: Request, new_ids: list[int], row: RowResult, prompt_logprobs: list[TokenLogprobs] | None) -> Update:
-    num_new, logprobs = len(new_ids), row.logprobs
-    return Update(
-        request.id,
-        new_ids,
-        logprobs[:num_new] if logprobs is not None else None,
-        prompt_logprobs or None,
-        min(row.num_accepted, num_new) if row.num_drafts else 0,
-        row.num_drafts,
-        request.finish_reason,
-        request.stop_reason,
-        request.num_cached,
-        request.num_preemptions,
-        request.scheduled_s,
-    )
