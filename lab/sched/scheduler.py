@@ -130,7 +130,8 @@ class Scheduler:
         freed, self._freed = self._freed, []
         if plan.chunks:
             self._in_flight[plan.index] = plan.requests
-        self._check()
+        if self._debug.check_integrity:
+            self.blocks.check_integrity(self._running)
         return plan.finish(freed)
 
     def update(self, step: Step, result: StepResult) -> list[Update]:
@@ -143,7 +144,8 @@ class Scheduler:
                 update = self._apply(request, chunk, row)
                 if update is not None:
                     updates.append(update)
-        self._check()
+        if self._debug.check_integrity:
+            self.blocks.check_integrity(self._running)
         return updates
 
     def _plan_running(self, plan: StepPlan) -> None:
@@ -190,7 +192,7 @@ class Scheduler:
     def _plan_waiting(self, plan: StepPlan, now: float) -> None:
         if self._static is not None and not self._static.open(self._waiting, not self._running):
             return
-        plan.num_reserved = sum(self._still_wanted(r) for r in self._running if r.num_computed < r.num_prefill)
+        plan.num_reserved = sum(_blocks_wanted(self.blocks, r) for r in self._running if r.num_computed < r.num_prefill)
         while plan.budget > 0 and len(self._running) < self.settings.max_num_seqs:
             request = self._waiting.peek()
             if request is None:
@@ -243,13 +245,9 @@ class Scheduler:
             self._static.remove(request)
         plan.new_rows.append(_new_row(request))
         plan.add(request, num_tokens, 0, [])
-        plan.num_reserved += self._still_wanted(request)
+        plan.num_reserved += _blocks_wanted(blocks, request)
         blocks.register(request)
         return True
-
-    def _still_wanted(self, request: Request) -> int:
-        """Blocks that a request in its prefill has yet to take."""
-        return self.blocks.blocks_for(request.num_prefill) - len(request.block_ids)
 
     def _force_preemption(self, plan: StepPlan) -> None:
         """Preempt every so many steps, for tests: only a request that got a token since its admission, so that all end."""
@@ -333,10 +331,6 @@ class Scheduler:
         request.num_in_flight = 0
         request.draft_ids = []
 
-    def _check(self) -> None:
-        if self._debug.check_integrity:
-            self.blocks.check_integrity(self._running)
-
 
 def _check_settings(settings: SchedulerSettings) -> None:
     for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0)):
@@ -348,6 +342,11 @@ def _check_settings(settings: SchedulerSettings) -> None:
             f"scheduler.long_prefill_token_threshold={settings.long_prefill_token_threshold} splits prompts, which "
             "scheduler.enable_chunked_prefill=false forbids; set one of them only."
         )
+
+
+def _blocks_wanted(blocks: BlockManager, request: Request) -> int:
+    """Blocks that a request in its prefill has yet to take."""
+    return blocks.blocks_for(request.num_prefill) - len(request.block_ids)
 
 
 def _new_row(request: Request) -> NewRow:
