@@ -55,7 +55,8 @@ def sample(x_WV: Tensor, filters: Filters, uniform_W: np.ndarray) -> np.ndarray:
     """Draw one token id for each row: int64 of shape W.
 
     Args:
-        x_WV: float32 logits with everything but these filters done; left as they are.
+        x_WV: float32 logits with everything but these filters done, in each row at least one that is not -inf; left as
+            they are.
         uniform_W: float64 in [0, 1), one for each row; the same number always gives the same token.
     """
     tokens_W = np.empty(len(x_WV), np.int64)
@@ -101,20 +102,15 @@ def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
 
 
 def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> Tensor:
-    """exp((x - maximum) / temperature): float32, 1 for the most likely token, so neither overflow nor NaN can occur."""
+    """exp((x - maximum) / temperature): float32, 1 for the most likely token, so that nothing overflows."""
     inverse_W1 = torch.from_numpy(1.0 / temperature_W).to(x_WV.device, torch.float32).unsqueeze(1)
     return (x_WV - maximum_W1).mul_(inverse_W1).exp_()
-
-
-def row_maximum(x_WV: Tensor) -> Tensor:
-    """The largest logit of each row, shape W x 1; finite even where all are -inf."""
-    return x_WV.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
 
 
 def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Kept]:
     for rows_G in parts(rows, x_WV):
         x_GV = _take(x_WV, rows_G)
-        weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], row_maximum(x_GV))
+        weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], x_GV.amax(-1, keepdim=True))
         min_p_G = filters.min_p_W[rows_G]
         if min_p_G.any():
             weights_GV.masked_fill_(weights_GV < torch.from_numpy(min_p_G).to(weights_GV).unsqueeze(1), 0.0)
@@ -130,7 +126,7 @@ def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Tensor, Tenso
         weights and ids of shape G x num, and for which rows `num` tokens were enough.
     """
     values_GK, ids_GK = top(x_GV, num)
-    maximum_G1 = values_GK[:, :1].clamp(min=torch.finfo(torch.float32).min)
+    maximum_G1 = values_GK[:, :1]
     weights_GK = weights_of(values_GK, filters.temperature_W, maximum_G1).double()
     top_k_G1 = _column(np.where(filters.top_k_W > 0, filters.top_k_W, x_GV.shape[1]), x_GV)
     weights_GK.masked_fill_(torch.arange(num, device=x_GV.device) >= top_k_G1, 0.0)

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.sample.filters import row_maximum
 from lab.sample.ordering import block_sums, num_larger, parts, top
 from lab.types import TokenLogprobs
 
@@ -30,7 +29,7 @@ def token_logprobs(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[
 
 
 def _part(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprobs]:
-    maximum_X1 = row_maximum(logits_XV)
+    maximum_X1 = logits_XV.amax(-1, keepdim=True)
     log_total_X1 = block_sums((logits_XV - maximum_X1).exp_()).sum(-1, keepdim=True).log()
     chosen_X1 = torch.tensor(chosen_ids, device=logits_XV.device).unsqueeze(1)
     values_X1 = logits_XV.gather(1, chosen_X1)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lab.sampling_params import SamplingParams
 
-BANNED = -1e30  # finite, and far below what any logit, bias or penalty can be made up for
-LARGEST = 1e30  # edited logits stay within +-LARGEST, so that no later step overflows
+BANNED = -1e30  # finite, and far below what bias and penalties can do
+LARGEST_AMOUNT = 1e28  # bias and penalties are held within +-this, so that no sum of them overflows or meets infinity
+FACTORS = (1e-6, 1e6)  # repetition penalties are held within these, for the same reason
 
 
 class History:
@@ -97,12 +98,11 @@ class EditBatch:
         flat = x_WV.view(-1)
         if self._bias:
             index, values = (_joined(part, flat.device) for part in zip(*self._bias, strict=True))
-            flat[index] = (flat[index] + values.float()).clamp_(max=LARGEST)
+            flat[index] = flat[index] + values.float()
         if self._penalties:
             index, factors, amounts = (_joined(part, flat.device) for part in zip(*self._penalties, strict=True))
             x = flat[index]
-            x = torch.where(x > 0, x / factors.float(), x * factors.float()) - amounts.float()
-            flat[index] = x.clamp_(max=LARGEST)
+            flat[index] = torch.where(x > 0, x / factors.float(), x * factors.float()) - amounts.float()
         if self._banned:
             index = _joined(self._banned, flat.device)
             flat[index] = flat[index].clamp_(max=BANNED)
@@ -134,7 +134,7 @@ class RowEdits:
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self._bias = _bounded(np.fromiter(bias.values(), np.float64, len(bias)))
         self._allowed_ids = None if params.allowed_token_ids is None else _ids_within(set(params.allowed_token_ids), vocab_size)
-        self._factor = float(np.clip(params.repetition_penalty, 1e-6, 1e6))
+        self._factor = float(np.clip(params.repetition_penalty, *FACTORS))
         self._history = None
         if _penalised(params):
             prompt_ids = token_ids[:num_prompt] if params.repetition_penalty != 1.0 else []
@@ -195,7 +195,7 @@ def _ids_within(ids: set[int] | frozenset[int], vocab_size: int) -> np.ndarray:
 
 
 def _bounded(values: np.ndarray) -> np.ndarray:
-    return np.clip(values, -LARGEST, LARGEST)
+    return np.clip(values, -LARGEST_AMOUNT, LARGEST_AMOUNT)
 
 
 def _joined(arrays, device: torch.device) -> Tensor:

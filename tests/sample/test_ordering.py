@@ -66,6 +66,24 @@ def test_pick_never_chooses_weight_zero_nor_leaves_the_row(size):
     assert pick(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == positive[-1]
 
 
+@pytest.mark.parametrize("size", [600, 50257])
+def test_pick_at_zero_skips_blocks_without_weight(size):
+    weights = torch.zeros(1, size)
+    weights[0, size - 1] = 0.5
+    assert pick(weights, torch.zeros(1, dtype=torch.float64)).item() == size - 1
+
+
+def test_pick_where_a_block_sums_to_less_than_its_rounded_sum():
+    """At the upper end of such a block the search finds no running sum that is larger; zeros follow the last weight."""
+    top_end, rounded_up = torch.tensor([1 - 2.0**-53], dtype=torch.float64), 0
+    for seed in range(200):
+        weights = torch.zeros(1, 600)
+        weights[0, :200] = torch.rand(200, generator=torch.Generator().manual_seed(seed))
+        rounded_up += bool(weights.sum().double() > weights.double().sum())
+        assert pick(weights, top_end).item() < 200
+    assert rounded_up > 20
+
+
 @pytest.mark.parametrize("size", [7, 600, 49152])
 def test_pick_is_monotone_and_inverts_the_running_sum(size):
     weights = torch.rand(1, size, generator=torch.Generator().manual_seed(2))

@@ -156,6 +156,8 @@ def test_ids_the_model_has_no_logit_for_touch_no_other_row():
         SamplingParams(frequency_penalty=1e300),
         SamplingParams(frequency_penalty=-1e300, presence_penalty=1e300),
         SamplingParams(presence_penalty=-1e38, logit_bias={1: 1e38, 2: -1e300}),
+        SamplingParams(frequency_penalty=-1e300, logit_bias={2: -1e300}),
+        SamplingParams(repetition_penalty=1e-300, presence_penalty=-1e300, temperature=1e-5),
         SamplingParams(logit_bias={0: 1e300}, bad_words_ids=((0,), (1,), (2,), (3,))),
     ],
 )

@@ -52,6 +52,15 @@ def test_drafts_drawn_from_a_distribution():
     assert (tokens[tokens != drafts] == 0).all()  # the residual has token 0 alone
 
 
+def test_replacements_are_independent_of_the_rejection():
+    """A residual of several tokens: a replacement drawn with the uniform that rejected would lean to the last ones."""
+    target, proposal = [0.4, 0.3, 0.2, 0.1], [0.1, 0.1, 0.4, 0.4]
+    drafts, tokens = verify_many(SamplingParams(), target, lambda rng, num: rng.choice(4, num, p=proposal), proposal)
+    assert fits(tokens, target)
+    for draft in (2, 3):
+        assert fits(tokens[(drafts == draft) & (tokens != draft)], [0.6, 0.4, 0, 0])
+
+
 def test_one_hot_drafts():
     drafts, tokens = verify_many(SamplingParams(), TARGET, always_one)
     assert fits(tokens, TARGET)
