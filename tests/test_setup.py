@@ -182,27 +182,52 @@ def test_an_interrupted_install_is_made_anew(fresh):
     assert not (fresh / ".venv" / "remains").exists()
 
 
-def test_without_ensurepip_pip_comes_from_the_python_that_has_it(fresh, tmp_path):
+@pytest.fixture
+def debians_python(tmp_path):
+    """Environment variables for a Python that lacks ensurepip, and the folder for further commands, first in PATH."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "ensurepip.py").write_text("raise ImportError('as Debian ships it')")
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    python = bin_folder / "python"
-    python.write_text(f"#!/bin/sh\nPYTHONPATH='{tmp_path}/hidden' exec '{sys.executable}' \"$@\"\n")
-    (bin_folder / "id").write_text("#!/bin/sh\necho 1000\n")  # not root: nothing may be installed on the machine
-    for path in bin_folder.iterdir():
-        path.chmod(0o755)
-    pip_wheel = next(iter(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")))
-    done = script(
-        fresh,
-        "setup",
-        LAB_PYTHON=str(python),
-        PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(pip_wheel.parent),
-    )
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    command(commands / "python", f"PYTHONPATH='{tmp_path}/hidden' exec '{sys.executable}' \"$@\"")
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+    return commands, {"LAB_PYTHON": str(commands / "python"), "PATH": path}
+
+
+def test_root_gets_the_venv_module_from_apt(fresh, tmp_path, debians_python):
+    commands, variables = debians_python
+    command(commands / "id", "echo 0")
+    command(commands / "apt-get", f"echo \"$@\" >>'{tmp_path}/apt'; [ $2 = update ] || rm -r '{tmp_path}/hidden'")
+    done = script(fresh, "setup", **variables)
     assert done.returncode == 0, done.stderr
-    assert "ready" in done.stderr
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert (tmp_path / "apt").read_text() == f"-qq update\n-qq install -y python{version}-venv\n"
+    assert f"installing python{version}-venv with apt-get" in done.stderr
+
+
+def test_without_root_pip_comes_from_the_python_that_has_it(fresh, debians_python):
+    commands, variables = debians_python
+    command(commands / "id", "echo 1000")
+    command(commands / "apt-get", "echo 'apt-get was called' >&2; exit 1")
+    bundled = Path(ensurepip.__file__).parent / "_bundled"
+    done = script(fresh, "setup", **variables, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(bundled))
+    assert done.returncode == 0, done.stderr
+    assert "ready" in done.stderr and "apt-get" not in done.stderr
+
+
+def test_a_python_that_cannot_make_environments_is_told_what_to_install(fresh, tmp_path, debians_python):
+    commands, variables = debians_python
+    command(commands / "id", "echo 1000")
+    for module in ("pip", "virtualenv"):
+        (tmp_path / "hidden" / f"{module}.py").write_text("raise ImportError('not there')")
+    refused = script(fresh, "setup", **variables)
+    assert refused.returncode == 1
+    assert "apt-get install python3." in refused.stderr
+
+
+def command(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(fresh, tmp_path):
@@ -218,8 +243,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(fresh, tmp_path):
 def test_an_unsuitable_python_is_refused(fresh, tmp_path):
     only = tools(tmp_path / "bin")
     old = only / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2\n')
-    old.chmod(0o755)
+    command(old, '[ "$1" = -V ] && echo Python 3.9.2')
     refused = script(fresh, "setup", LAB_PYTHON=str(old))
     assert refused.returncode == 1
     assert f"LAB_PYTHON={old} is not Python 3.11, 3.12 or 3.13" in refused.stderr
