@@ -103,8 +103,10 @@ def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
 
 def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> Tensor:
     """exp((x - maximum) / temperature): float32, 1 for the most likely token, so that nothing overflows."""
-    inverse_W1 = torch.from_numpy(1.0 / temperature_W).to(x_WV.device, torch.float32).unsqueeze(1)
-    return (x_WV - maximum_W1).mul_(inverse_W1).exp_()
+    scaled_WV = x_WV - maximum_W1
+    if (temperature_W != 1.0).any():
+        scaled_WV.mul_(torch.from_numpy(1.0 / temperature_W).to(x_WV.device, torch.float32).unsqueeze(1))
+    return scaled_WV.exp_()
 
 
 def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Kept]:

@@ -73,7 +73,6 @@ class Sampler:
     def remove(self, row: int) -> None:
         """The request of this row is gone; nothing happens when there is none."""
         self._edits.pop(row, None)
-        self._edited_R[row] = False
 
     def run(
         self,

@@ -27,6 +27,11 @@ def test_every_seed_position_and_purpose_has_its_own():
     assert len(set(found)) == 5 * len(Purpose) * 500
 
 
+def test_seeds_apart_by_the_step_of_the_counter_do_not_share_a_sequence():
+    gamma = 0x9E3779B97F4A7C15
+    assert not set(draws([1] * 100, range(100))) & set(draws([(1 + NUM_PURPOSES * gamma) % 2**64] * 100, range(100)))
+
+
 def test_range_and_independence_of_the_batch():
     together = draws(range(10000), [7] * 10000)
     assert together.min() >= 0.0 and together.max() < 1.0

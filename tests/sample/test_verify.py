@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.sample.verify import accept
+from lab.sample.verify import accept, rejection_targets
 from lab.sampling_params import SamplingParams
 from tests.sample.reference import chi_square_p
 from tests.sample.rig import GREEDY, count_logits, generate, make
@@ -142,6 +142,15 @@ def test_one_hot_drafts_give_the_tokens_of_plain_decoding(params):
         assert found == plain
         assert accepted > 0 or propose(plain)[:1] == [1]
     assert len(set(plain)) > 5 or params.greedy
+
+
+def test_a_rejection_without_a_residual_falls_back_to_the_target():
+    """A proposal that sums to a little over one can reject where it is nowhere below the target."""
+    target, proposal = torch.tensor([[0.0, 0.25, 0.75]]), torch.tensor([[0.0, 0.26, 0.76]])
+    found = [
+        rejection_targets(target, proposal, np.array([2]), np.array([0.999]), np.array([u]))[0] for u in (0.0, 0.2, 0.3, 0.9)
+    ]
+    assert found == [1, 1, 2, 2]
 
 
 def test_accept():
