@@ -1,8 +1,13 @@
 """Fixtures that several test folders use."""
 
-import pytest
+import os
 
-from lab import registry
+# Before torch is imported: threads that wait sleep. Spinning ones make the suite many times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+
+from lab import registry  # noqa: E402
 
 
 @pytest.fixture
