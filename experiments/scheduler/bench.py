@@ -136,12 +136,12 @@ def rss_mib() -> float:
 
 
 def bench_trace(trace: Iterable[Sizes], is_async: bool, max_num_seqs: int, in_system: int) -> dict[str, Any]:
-    """CPU seconds to schedule a trace, and resident memory after a tenth of it and at its end."""
+    """CPU seconds to schedule a trace, and resident memory on the way (MiB, by requests ended)."""
     scheduler = make_scheduler(max_num_seqs, is_async=is_async)
     source = (make_request(i, prompt_ids, num_output) for i, (prompt_ids, num_output) in enumerate(trace))
     num_added = num_ended = num_steps = num_tokens = num_output = 0
     memory: dict[int, float] = {}
-    before, making = None, 0.0
+    before, making, executing = None, 0.0, 0.0
     gc.collect()
     begin = time.process_time()
     while True:
@@ -156,15 +156,17 @@ def bench_trace(trace: Iterable[Sizes], is_async: bool, max_num_seqs: int, in_sy
         if not scheduler.has_work:
             break
         step = scheduler.schedule(0.0)
+        start = time.process_time()
         after = (step, no_op(step))
+        executing += time.process_time() - start
         ready = before if is_async else after
         before = after
         for update in scheduler.update(*ready) if ready else ():
             num_output += len(update.token_ids)
             if update.finish_reason is not None:
                 num_ended += 1
-                if num_ended % 10_000 == 0:
-                    memory[num_ended] = rss_mib()
+                if num_ended in (10_000, 50_000, 100_000):
+                    memory[num_ended] = round(rss_mib(), 1)
         num_steps += 1
         num_tokens += step.num_tokens
     seconds = time.process_time() - begin - making
@@ -175,6 +177,7 @@ def bench_trace(trace: Iterable[Sizes], is_async: bool, max_num_seqs: int, in_sy
         "mode": "async" if is_async else "sync",
         "requests": num_ended,
         "cpu_s": seconds,
+        "scheduler_cpu_s": seconds - executing,
         "steps": num_steps,
         "computed_tokens": num_tokens,
         "output_tokens": num_output,
