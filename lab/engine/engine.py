@@ -122,8 +122,6 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever a step raises ends its requests, not the engine
             return self._fail(error)
         updates = self.scheduler.update(step, result)
-        if self.settings.debug.check_integrity:
-            self.blocks.check_integrity()
         if self.on_step is not None and step.chunks:
             self.on_step(self._record(step, result))
         return updates
