@@ -1,0 +1,1 @@
+"""What run.py and the peer scripts share."""
