@@ -39,7 +39,7 @@ AUTO_GROUPS = ("attention", "quant", "moe")  # kinds for which `auto` may choose
 LISTED_GROUPS = ("model",)  # in the defaults list
 EXPERIMENT = "experiment"
 ROOTS = tuple(f.name for f in dataclasses.fields(Settings))
-OPEN_ROOTS = (*PLUGIN_GROUPS, "sampling", "goodput")  # hold names that config.yaml does not
+OPEN = (*PLUGIN_GROUPS, "sampling", "goodput", registry.OPTIONS_OF["policy"])  # hold names that config.yaml does not
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             groups[name] = f"+{name}={value}"
         elif name in LISTED_GROUPS:
             groups[name] = f"{name}={value}"
-        elif root in OPEN_ROOTS:
+        elif f"{name}.".startswith(tuple(f"{holder}." for holder in OPEN)):
             rest.append(f"++{name}={value}")
         elif root in ROOTS:
             rest.append(f"{name}={value}")
@@ -153,7 +153,7 @@ def to_settings(plain: Mapping[str, Any]) -> Settings:
             options = dict(data[kind])
             data[kind] = {"name": options.pop("name", PluginChoice().name), "options": options}
     settings = from_plain(Settings, data, "")
-    registry.get("policy", settings.scheduler.policy)
+    _policy_options(settings)
     for kind in PLUGIN_GROUPS:
         _check_plugin(kind, getattr(settings, kind))
     return settings
@@ -168,6 +168,7 @@ def to_plain(settings: Settings) -> dict[str, Any]:
         if choice.name != "auto":
             options = _lists(dataclasses.asdict(registry.get(kind, choice.name).make_options(choice.options)))
         data[kind] = {"name": choice.name, **options}
+    data["scheduler"]["policy_options"] = _lists(dataclasses.asdict(_policy_options(settings)))
     return data
 
 
@@ -335,6 +336,10 @@ def _check_plugin(kind: str, choice: PluginChoice) -> None:
             raise UserError(f"{kind}.{option} is set, but no {kind} plugin is named: add +{kind}=NAME.{known}")
         return
     registry.get(kind, choice.name).make_options(choice.options)
+
+
+def _policy_options(settings: Settings) -> Any:
+    return registry.get("policy", settings.scheduler.policy).make_options(settings.scheduler.policy_options)
 
 
 def _ambiguous(override: Override) -> UserError:

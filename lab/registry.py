@@ -40,6 +40,7 @@ CONTRACTS = {
     "sink": "Sink",
     "workload": "Workload",
 }
+OPTIONS_OF = {kind: kind for kind in FOLDER_OF_KIND} | {"workload": "workload", "policy": "scheduler.policy_options"}
 RESERVED = "auto"  # what a user writes to let the capabilities decide
 ENTRY_POINT_GROUP = "lab.plugins"
 CONF_ENTRY_POINT_GROUP = "lab.conf"
@@ -131,7 +132,7 @@ class Entry:
                     f"{self.kind} plugin '{self.name}' has no option '{name}'.{hint}\n"
                     f"Available: {', '.join(names) or 'none, it takes no options'}."
                 )
-        return from_plain(self.options, given, self.kind)
+        return from_plain(self.options, given, OPTIONS_OF.get(self.kind, self.kind))
 
 
 _entries: dict[tuple[str, str], Entry] = {}

@@ -9,7 +9,6 @@ from lab import registry
 from lab.cli.arguments import Arguments
 from lab.cli.machine import unusable
 from lab.cli.table import print_table
-from lab.config import PLUGIN_GROUPS
 from lab.errors import UserError
 from lab.plugin_source import field_docs
 from lab.registry import BrokenPlugin, Entry
@@ -105,7 +104,7 @@ def _print_entry(entry: Entry) -> None:
     if not options:
         print("  options: none\n")
         return
-    group = f"{entry.kind}." if entry.kind in PLUGIN_GROUPS else ""  # the others are not chosen by a group of their name
+    group = f"{registry.OPTIONS_OF[entry.kind]}." if entry.kind in registry.OPTIONS_OF else ""  # a sink takes none in a run
     print("  options:")
     for name, wanted, default, doc in options:
         print(f"    {group}{name}={default}  # {wanted}{': ' + doc if doc else ''}")

@@ -92,9 +92,12 @@ def test_a_disk_that_takes_no_more(small):
 
 def test_a_users_plugin_is_run(lab, small, tmp_path, somewhere_else):
     plugin_files.policy(tmp_path / "mine", "shortest")
-    assert lab("run", *small, f"--plugins={tmp_path / 'mine'}", "scheduler.policy=shortest").code == 0
+    argv = ("run", *small, f"--plugins={tmp_path / 'mine'}", "scheduler.policy=shortest", "scheduler.policy_options.weight=2")
+    assert lab(*argv).code == 0
     (folder,) = runs(somewhere_else)
-    assert json.loads((folder / "resolved.json").read_text())["policy"]["source"] == "folder"
+    record = json.loads((folder / "resolved.json").read_text())["policy"]
+    assert record["source"] == "folder" and record["options"] == {"weight": 2}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["scheduler"]["policy_options"] == {"weight": 2.0, "tags": []}
 
 
 def test_ctrl_c_before_anything_is_loaded_ends_cleanly(start, small):

@@ -28,6 +28,11 @@ class TestPlugins:
         assert "attention.mode=fast  # one of fast, exact" in out
         assert "head dims: 64" in out and "priority: -5" in out
 
+    def test_the_options_of_a_policy_are_told_by_their_full_names(self, lab, tmp_path):
+        plugin_files.policy(tmp_path, "shortest")
+        out = lab("plugins", "policy.shortest", f"--plugins={tmp_path}").out
+        assert "    scheduler.policy_options.weight=1.0  # a number: of the prompt's length" in out
+
     def test_broken_ones_are_listed_with_the_reason(self, lab, tmp_path):
         plugin_files.broken_syntax(tmp_path, "moe", "crooked")
         plugin_files.broken_import(tmp_path, "lost")
