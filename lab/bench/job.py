@@ -109,7 +109,7 @@ def _prepare(
     records = {**engine.records, "workload": resolved.record}
     write_json(folder / "resolved.json", records)
     write_json(folder / "env.json", describe(engine.facts.device))
-    device = measure_device(engine.facts.device, log=log.info)
+    device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
     sinks = _sinks(settings)
     limits = floors(engine.model_config, engine.facts.dtype, device)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)

@@ -148,6 +148,10 @@ class Recorder:
         found["roofline"] = {
             "bandwidth_gb_s": self._device.bandwidth / 1e9,
             "peak_gflop_s": self._floors.peak_flops / 1e9,
+            "threads": self._device.threads,
+            "measured": self._device.measured,
+            "quiet": self._device.quiet,
+            "busy_share": self._device.busy_share,
             **self.steps.decode_metrics(),
         }
         if found["roofline"].get("floor_ratio", 1.0) < 1.0:

@@ -10,7 +10,9 @@ from lab import registry
 from lab.bench.sender import LONGEST_SLEEP_S
 from lab.contracts.sink import Sink
 from lab.errors import UserError
+from lab.metrics import roofline
 from lab.settings import CacheSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
+from tests.bench.conftest import FACTS
 
 METRICS = {
     "num_requests num_failed prompt_tokens output_tokens duration_s output_tok_per_s total_tok_per_s requests_per_s",
@@ -243,3 +245,15 @@ def test_a_step_that_fails_makes_the_run_a_fault(run, tmp_path, monkeypatch):
     assert [line["error"] for line in outcome.lines("requests")] == ["ZeroDivisionError: planted"] * 2
     assert outcome.metrics["num_failed"] == 2
     assert "planted" in (outcome.folder / "log.txt").read_text()
+
+
+def test_the_floor_says_how_the_device_was_measured(run, capsys):
+    busy = replace(FACTS, quiet=False, busy_share=0.4)
+    roofline._remember(roofline._facts_path("cpu", 1), busy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "_measure_apart", lambda kind, threads: replace(busy, threads=threads))
+        outcome = run([{"prompt": "ABC"}])
+    found = outcome.metrics["roofline"]
+    assert (found["quiet"], found["busy_share"], found["threads"]) == (False, 0.4, 1)
+    assert found["measured"] == FACTS.measured
+    assert "measured on a busy machine: the floor is a guess" in capsys.readouterr().out
