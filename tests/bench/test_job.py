@@ -84,6 +84,16 @@ def test_a_request_that_cannot_be_served_is_recorded_and_the_run_goes_on(run):
     assert by_id["0"]["error"] is None and by_id["3"]["text"] == "GHIJKLMN"
 
 
+def test_a_request_that_is_no_text_is_refused_and_the_run_goes_on(run):
+    half = "\ud800 lone"
+    prompts = [{"prompt": half}, {"prompt": "ABC", "sampling": {"stop": [half]}}, {"prompt": "ABC"}]
+    outcome = run(prompts)
+    assert (outcome.code, outcome.metrics["num_failed"]) == (0, 2)
+    by_id = {line["id"]: line for line in outcome.lines("requests")}
+    assert "the prompt is not text" in by_id["0"]["error"] and "stop[0] is not text" in by_id["1"]["error"]
+    assert by_id["2"]["text"] == "DEFGHIJK"
+
+
 def test_a_request_that_never_fits_the_cache_is_refused_by_the_engine(run):
     outcome = run([{"prompt": "A" * 40, "sampling": {"max_tokens": 100}}, {"prompt": "ABC"}], cache=CacheSettings(num_blocks=4))
     assert outcome.metrics["num_failed"] == 1

@@ -100,6 +100,8 @@ BAD_REQUESTS = [
     ("ABC", {"temperature": float("nan")}, "temperature"),
     ("ABC", {"top_p": 0}, "top_p"),
     ("ABC", {"top_p": 1.5}, "top_p"),
+    ("A\ud800", {}, "the prompt is not text"),
+    ("ABC", {"stop": "\ud800"}, r"stop\[0\] is not text"),
     ("ABC", {"n": 0}, "n must be"),
     ("ABC", {"max_tokens": 0}, "max_tokens"),
     ("ABC", {"max_tokens": -1}, "max_tokens"),
