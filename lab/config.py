@@ -178,12 +178,16 @@ def to_yaml(settings: Settings) -> str:
 
 
 def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
-    """The plugin that `+KIND=NAME` names, of any kind, with its options from `KIND.OPTION=VALUE`."""
+    """The plugin that `+KIND=NAME` names, of any kind, with its options from `KIND.OPTION=VALUE`.
+
+    As well understood: KIND.NAME, and for a policy the names of the settings, scheduler.policy and scheduler.policy_options.
+    """
     name_of: dict[str, str] = {}
     options: dict[str, dict[str, Any]] = {}
     with _session(()) as session:
         for text in overrides:
-            override = session.read(text.lstrip("+"))
+            text = _as_group(text.lstrip("+"))
+            override = session.read(text)
             kind, _, option = override.key_or_group.partition(".")
             if kind not in registry.KINDS:
                 raise unknown("kind of plugin", kind, registry.KINDS)
@@ -197,7 +201,8 @@ def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
                 name_of[kind] = str(value)
     if len(name_of) != 1 or set(options) - set(name_of):
         raise UserError(
-            "name one plugin to check, and options of that one only: lab check +attention=NAME attention.OPTION=VALUE."
+            "name one plugin to check, and options of that one only: lab check KIND=NAME KIND.OPTION=VALUE,\n"
+            f"where KIND is one of {', '.join(registry.KINDS)}."
         )
     ((kind, name),) = name_of.items()
     entry = registry.get(kind, name)
@@ -336,6 +341,17 @@ def _check_plugin(kind: str, choice: PluginChoice) -> None:
             raise UserError(f"{kind}.{option} is set, but no {kind} plugin is named: add +{kind}=NAME.{known}")
         return
     registry.get(kind, choice.name).make_options(choice.options)
+
+
+def _as_group(text: str) -> str:
+    """The other ways to name a plugin or its option in `lab check`, as KIND=NAME and KIND.OPTION=VALUE."""
+    if "=" not in text:
+        kind, dot, name = text.partition(".")
+        return f"{kind}={name}" if dot else text
+    for setting, name in (("scheduler.policy=", "policy="), (f"{registry.OPTIONS_OF['policy']}.", "policy.")):
+        if text.startswith(setting):
+            return name + text.removeprefix(setting)
+    return text
 
 
 def _policy_options(settings: Settings) -> Any:
