@@ -23,16 +23,23 @@ def check(arguments: Arguments) -> int:
             print(_line(result), flush=True)
     failed = [r for r in results if not r.ok]
     if arguments.json:
-        rows = [{"name": r.name, "proves": r.proves, "ok": r.ok, "reason": r.reason} for r in results]
+        rows = [
+            {"name": r.name, "proves": r.proves, "ok": r.ok, "reason": r.reason, "not_declared": r.not_declared}
+            for r in results
+        ]
         print(json.dumps({"kind": entry.kind, "name": entry.name, "ok": not failed, "checks": rows}))
     else:
+        left_out = sum(bool(r.not_declared) for r in results)
+        rest = f" ({left_out} of {len(results)} checks are of what it does not declare)" if left_out else ""
         verdict = f"breaks its contract: {len(failed)} of {len(results)} checks failed" if failed else "keeps its contract"
-        print(f"\n{entry.kind} plugin '{entry.name}' {verdict}.")
+        print(f"\n{entry.kind} plugin '{entry.name}' {verdict}{rest}.")
     return 1 if failed else 0
 
 
 def _line(result: CheckResult) -> str:
+    if result.not_declared:
+        return f"not declared  {result.name} ({result.not_declared}): {result.proves}"
     if result.ok:
-        return f"ok      {result.name} ({result.seconds:.1f} s): {result.proves}"
-    reason = result.reason.replace("\n", "\n        ")
-    return f"FAILED  {result.name} ({result.seconds:.1f} s): {result.proves}\n        {reason}"
+        return f"ok            {result.name} ({result.seconds:.1f} s): {result.proves}"
+    reason = result.reason.replace("\n", f"\n{14 * ' '}")
+    return f"FAILED        {result.name} ({result.seconds:.1f} s): {result.proves}\n{14 * ' '}{reason}"
