@@ -3,6 +3,7 @@
 import json
 
 from lab import registry
+from lab.capabilities import Needs, unmet
 from lab.checks import CheckResult, run_checks
 from lab.cli.arguments import Arguments
 from lab.cli.machine import unusable
@@ -14,6 +15,8 @@ def check(arguments: Arguments) -> int:
     """Run the checks, print a line each and a verdict. Returns 0, or 1 when one failed."""
     registry.discover(arguments.plugins)
     entry, options = plugin_to_check(arguments.overrides)
+    if not unmet(entry.capabilities, Needs()):
+        entry.load()  # what it needs is here: if it cannot be imported, its own traceback says why
     if reasons := unusable(entry):
         raise UserError(f"{entry.kind} plugin '{entry.name}' cannot be checked on this machine: {'; '.join(reasons)}.")
     results: list[CheckResult] = []
