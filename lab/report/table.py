@@ -40,8 +40,9 @@ def size(count: float) -> str:
 def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary's lines, name and value, of what the run has."""
     failed = f", {metrics['num_failed']} failed" if metrics["num_failed"] else ""
+    unfinished = f", {metrics['num_unfinished']} unfinished" if metrics.get("num_unfinished") else ""
     rows = [
-        ("requests", f"{metrics['num_requests']}{failed}"),
+        ("requests", f"{metrics['num_requests']}{failed}{unfinished}"),
         ("tokens", f"{metrics['prompt_tokens']:,} prompt, {metrics['output_tokens']:,} output"),
         ("duration", milliseconds(metrics["duration_s"] * 1e3)),
     ]
