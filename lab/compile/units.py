@@ -9,7 +9,9 @@ import importlib.abc
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,31 @@ import torch
 from torch import fx
 
 from lab.compile.program import Unit
+from lab.compile.toolchain import find_compiler
 
 DATA_PTR_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # by which a kernel's binding finds torch's tensors
+INDUCTOR_SETTINGS = {
+    "size_asserts": False,  # shapes are right by construction, and a check would cost as much as a small kernel
+    "fx_graph_cache": False,  # entries are kept by lab.compile.artifacts
+    "cpp.vec_isa_ok": True,  # the processor's flags are believed; to try each set out takes several seconds
+}
+WORK = "inductor"  # where Inductor's own files of an entry lie, for units that are not plain C++
 _BUILDER = "async_compile"  # the name under which the generated module builds its kernels
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCode:
-    """A unit's Python source, and its kernels: global name -> shared library."""
+    """A unit's Python source, and its kernels: global name -> shared library.
+
+    `kernels` is None where they are of another kind (Triton): then the source is Inductor's own, and builds or finds them.
+    """
 
     source: str
-    kernels: dict[str, Path]
+    kernels: dict[str, Path] | None
 
 
-def compile_piece(piece: fx.GraphModule) -> tuple[Unit, UnitCode | None]:
-    """Compile a piece with Inductor, in Dynamo's tracing context. The code is None where kernels are not plain C++."""
+def compile_piece(piece: fx.GraphModule) -> UnitCode:
+    """Compile a piece with Inductor. Call it in Dynamo's tracing context and inside `inductor_session`."""
     from torch._inductor import compile_fx
 
     examples = [node.meta["example_value"] for node in piece.graph.nodes if node.op == "placeholder"]
@@ -46,9 +58,21 @@ def compile_piece(piece: fx.GraphModule) -> tuple[Unit, UnitCode | None]:
     compile_fx.compile_fx(piece, examples, inner_compile=inner)
     (compiled,) = made
     assert not compiled.constants, "a piece holds constants, which would not be kept with it"
-    call = compiled.current_callable
-    namespace = call.__func__.__globals__
-    return call, portable_code(compiled.source_code, namespace)
+    namespace = compiled.current_callable.__func__.__globals__
+    return portable_code(compiled.source_code, namespace) or UnitCode(compiled.source_code, None)
+
+
+@contextmanager
+def inductor_session(work: Path) -> Iterator[None]:
+    """Inductor with the settings that units are made with, and `work` as the folder for all that it writes."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    work.mkdir(exist_ok=True)
+    compiler = find_compiler()
+    settings = INDUCTOR_SETTINGS if compiler is None else {**INDUCTOR_SETTINGS, "cpp.cxx": (compiler,)}
+    with temporary_cache_dir(str(work)), config.patch(settings):
+        yield
 
 
 def portable_code(source: str, namespace: dict[str, Any]) -> UnitCode | None:
@@ -93,6 +117,9 @@ def write_units(codes: list[UnitCode], folder: Path) -> list[dict[str, Any]]:
     for number, code in enumerate(codes):
         source = folder / f"unit_{number}.py"
         source.write_text(code.source, encoding="utf-8")
+        if code.kernels is None:
+            described.append({"source": source.name, "kernels": None})
+            continue
         files = {}
         for name, library in code.kernels.items():
             files[name] = f"{library.name.split('.')[0]}.so"
@@ -102,14 +129,32 @@ def write_units(codes: list[UnitCode], folder: Path) -> list[dict[str, Any]]:
     return described
 
 
-def load_unit(described: dict[str, Any], read: Callable[[str], bytes], folder: Path) -> Unit:
-    """The callable of a unit that `write_units` described; `read` gives a file's verified content."""
-    kernels = {name: _load_kernel(folder / file) for name, file in described["kernels"].items()}
-    loader = _TextLoader(read(described["source"]).decode("utf-8"))
+def load_units(described: list[dict[str, Any]], files: dict[str, bytes], folder: Path) -> list[Unit]:
+    """The callables of units that `write_units` described; `files` are the verified contents of the entry's folder."""
+    if all(unit["kernels"] is not None for unit in described):
+        return [_load(files[unit["source"]], _load_kernels(unit["kernels"], folder)) for unit in described]
+    work = Path(tempfile.mkdtemp(prefix="lab-compiled-"))  # a copy: what is built on loading must not change the entry
+    try:
+        for name, content in files.items():
+            if name.startswith(f"{WORK}/"):
+                (work / name).parent.mkdir(parents=True, exist_ok=True)
+                (work / name).write_bytes(content)
+        with inductor_session(work / WORK):
+            return [_load(files[unit["source"]], _load_kernels(unit["kernels"] or {}, folder)) for unit in described]
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _load(source: bytes, kernels: dict[str, Any]) -> Unit:
+    loader = _TextLoader(source.decode("utf-8"))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lab_compiled_unit", loader))
     vars(module).update(kernels)
     loader.exec_module(module)
     return module.call
+
+
+def _load_kernels(files: dict[str, str], folder: Path) -> dict[str, Any]:
+    return {name: _load_kernel(folder / file) for name, file in files.items()}
 
 
 def _load_kernel(library: Path) -> Any:
@@ -131,5 +176,3 @@ class _TextLoader(importlib.abc.InspectLoader):
 
     def is_package(self, fullname: str) -> bool:
         return False
-
-

@@ -11,8 +11,10 @@ from torch import nn
 
 from lab import registry
 from lab.capabilities import Needs
+from lab.compile.compiler import TracedPlugin
+from lab.compile.setup import compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
-from lab.engine.engine import Engine, EngineFacts
+from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
@@ -50,13 +52,34 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
 
+    limits = _limits(settings, config, max_model_len)
+    compiled = compile_for_run(
+        settings.compile,
+        model,
+        config,
+        device,
+        backends,
+        _traced_plugins(chosen),
+        max_rows=limits.max_rows,
+        max_tokens=limits.max_tokens,
+        num_drafts=proposer.num_drafts,
+    )
     warm_begin = time.perf_counter()
-    limits = Limits(settings.scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size)
-    profile_blocks = _profile_blocks(settings, limits)
-    runner = Runner(model, backends, KVStore(backends, profile_blocks), proposer, limits, device)
+    profile_store = KVStore(backends, _profile_blocks(settings, limits))
+    runner = Runner(model, compiled.direct, compiled.dispatcher, profile_store, proposer, limits, device)
+    graphs = graph_store(compiled, runner.builder, device)
     block_bytes = bytes_per_block([b.spec for b in backends])
-    num_blocks = num_blocks_for(settings.cache, block_bytes, device, lambda: _profile(runner, settings, limits))
+    num_blocks = num_blocks_for(
+        settings.cache,
+        block_bytes,
+        device,
+        lambda: _profile(runner, settings, limits),
+        lambda: graphs.estimate_bytes(profile_store.layers) if graphs is not None else 0,
+    )
     runner.replace_store(KVStore(backends, num_blocks))
+    if graphs is not None:
+        graphs.capture(runner.store.layers)
+        runner.forward = graphs
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
 
@@ -87,7 +110,20 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         kv_bytes_per_token=block_bytes // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={"load": load_s, "warmup": warmup_s, "total": time.perf_counter() - begin},
+        startup_s={
+            "load": load_s,
+            "compile": compiled.seconds,
+            "warmup": warmup_s,
+            "total": time.perf_counter() - begin,
+        },
+        compile=CompileFacts(
+            compiled.mode,
+            compiled.seconds,
+            compiled.num_graphs,
+            runner.forward.num_graphs,
+            compiled.from_cache,
+            num_compilations(),
+        ),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
 
@@ -163,6 +199,22 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         head_dim=spec.head_dim,
         block_size=spec.block_size,
         features=frozenset(features),
+    )
+
+
+def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
+    """The plugins whose code torch.compile traces; plain layers of a quantized model are those of `none`."""
+    traced = [
+        TracedPlugin(chosen[kind].entry.name, repr(chosen[kind].options), chosen[kind].entry.path) for kind in ("quant", "moe")
+    ]
+    plain = registry.get("quant", "none")
+    return [*traced, TracedPlugin(plain.name, "", plain.path)]
+
+
+def _limits(settings: Settings, config: ModelConfig, max_model_len: int) -> Limits:
+    scheduler = settings.scheduler
+    return Limits(
+        scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size, scheduler.max_num_batched_tokens
     )
 
 
