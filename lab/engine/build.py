@@ -117,12 +117,12 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
             "total": time.perf_counter() - begin,
         },
         compile=CompileFacts(
-            compiled.mode,
-            compiled.seconds,
-            compiled.num_graphs,
-            runner.forward.num_graphs,
-            compiled.from_cache,
-            num_compilations(),
+            mode=compiled.mode,
+            seconds=compiled.seconds,
+            num_graphs=compiled.num_graphs,
+            num_captured=runner.forward.num_graphs,
+            from_cache=compiled.from_cache,
+            num_compilations=num_compilations(),
         ),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
@@ -204,11 +204,10 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
 
 def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
     """The plugins whose code torch.compile traces; plain layers of a quantized model are those of `none`."""
-    traced = [
-        TracedPlugin(chosen[kind].entry.name, repr(chosen[kind].options), chosen[kind].entry.path) for kind in ("quant", "moe")
-    ]
+    used = [chosen["quant"], chosen["moe"]]
+    traced = [TracedPlugin(resolved.entry.name, repr(resolved.options), resolved.entry.load()) for resolved in used]
     plain = registry.get("quant", "none")
-    return [*traced, TracedPlugin(plain.name, "", plain.path)]
+    return [*traced, TracedPlugin(plain.name, "", plain.load())]
 
 
 def _limits(settings: Settings, config: ModelConfig, max_model_len: int) -> Limits:
