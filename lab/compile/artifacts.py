@@ -60,6 +60,8 @@ def open_or_make(folder: Path, make: Callable[[Path], dict[str, Any]], load: Cal
         write_manifest(temporary, folder.name, make(temporary))
 
     for _ in range(ATTEMPTS):
+        if folder.exists() and not folder.is_dir():
+            take_away(folder)
         build_once(folder, build, "compiled code")
         try:
             return load(verified(folder)), not made
