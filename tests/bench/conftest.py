@@ -121,7 +121,8 @@ class Child:
 
     def __init__(self, folder, *overrides, flags=()):
         self.folder = folder
-        fixed = ["num_threads=1", "compile.mode=none", "cache.num_blocks=256", "tracking.wandb.mode=disabled", f"hydra.run.dir='{folder}'"]
+        fixed = ["num_threads=1", "compile.mode=none", "cache.num_blocks=256", "tracking.wandb.mode=disabled"]
+        fixed.append(f"hydra.run.dir='{folder}'")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lab", "run", *flags, *fixed, *overrides],
             stdout=subprocess.PIPE,
