@@ -101,7 +101,7 @@ def test_replayed_steps_give_the_eager_tokens(captured, reusing, eager_tokens, a
 
 def test_batches_of_all_sizes_after_one_another(captured, open_llm):
     """Shrinking and growing batches: what an earlier one left in the buffers must not show."""
-    orders = [8, 3, 5, 1, 8, 2]
+    orders = [7, 3, 5, 1, 7, 2]
     with open_llm("compile.mode=none") as eager:
         right = generate(eager, PROMPTS)[0]
     llm, _, _ = captured("full_and_piecewise")
