@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lab import LLM
 from lab.compile.dispatch import GRAPH_MODES
