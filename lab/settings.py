@@ -70,6 +70,23 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """How the forward pass is compiled, and which batch shapes are captured as graphs."""
+
+    mode: Literal["auto", "none", "piecewise"] = "auto"
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"] = "auto"
+    capture_sizes: tuple[int, ...] | None = None
+    pad: Literal["auto", "always", "never"] = "auto"
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.capture_sizes is not None:
+            if not self.capture_sizes:
+                raise UserError("compile.capture_sizes is empty: give token counts, or null to derive them.")
+            _at_least("compile.capture_sizes", min(self.capture_sizes), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class WandbSettings:
     """Where and how Weights & Biases records a run."""
 
@@ -116,6 +133,7 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    compile: CompileSettings = field(default_factory=CompileSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     debug: DebugSettings = field(default_factory=DebugSettings)
     attention: PluginChoice = field(default_factory=PluginChoice)

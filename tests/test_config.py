@@ -34,6 +34,11 @@ EXAMPLES = {  # a value that each setting takes and that is not its default
     "scheduler.enable_chunked_prefill": False,
     "scheduler.async_scheduling": False,
     "scheduler.batching": "static",
+    "compile.mode": "none",
+    "compile.cudagraph_mode": "full",
+    "compile.capture_sizes": [1, 2],
+    "compile.pad": "always",
+    "compile.cache_dir": "some/folder",
     "tracking.wandb.mode": "offline",
     "tracking.wandb.project": "mine",
     "tracking.wandb.group": "g",
@@ -83,7 +88,7 @@ class TestTheManual:
         body = self.TEXT.split("\n  - model:")[1].split("\nhydra:")[0]
         lines = [line for line in body.splitlines()[1:] if re.match(r"\s*\w+:", line)]
         assert len(lines) >= len(EXAMPLES)
-        sections = {"model:", "cache:", "scheduler:", "tracking:", "wandb:", "debug:"}
+        sections = {"model:", "cache:", "scheduler:", "compile:", "tracking:", "wandb:", "debug:"}
         assert [line for line in lines if "#" not in line and line.strip() not in sections] == []
 
     def test_composed_without_overrides_it_is_the_default_settings(self):

@@ -161,7 +161,8 @@ class Recorder:
             "peak_used_blocks": blocks.peak_used,
             "waste_fraction": self.requests.waste_fraction,
         }
-        found["compile"] = {"dispatch": {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}}
+        dispatch = {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}
+        found["compile"] = {**self._engine.compile_metrics, "dispatch": dispatch}
         found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
         if facts.device != "cpu":
             found["memory"]["peak_device_bytes"] = peak_device_bytes()

@@ -13,8 +13,9 @@ import lab
 from lab import registry
 from lab.cache import cache_dir
 from lab.cli.arguments import Arguments
-from lab.cli.machine import compiler, devices, folder_bytes, memory_bytes, unusable, usable_cores
+from lab.cli.machine import devices, folder_bytes, memory_bytes, unusable, usable_cores
 from lab.cli.table import in_bytes, print_table
+from lab.compile.toolchain import find_compiler
 from lab.errors import UserError
 
 PACKAGES = (
@@ -59,7 +60,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": total,
         "memory_limit_bytes": limit,
         "packages": {name: _version(name) for name in PACKAGES},
-        "compiler": compiler(),
+        "compiler": find_compiler(),
         "caches": {name: {"path": str(cache_dir(name)), "bytes": folder_bytes(cache_dir(name))} for name in CACHES},
         "wandb": _wandb(),
         "unusable_plugins": {f"{e.kind}.{e.name}": r for e in registry.entries() if (r := unusable(e))},

@@ -11,8 +11,11 @@ from torch import nn
 
 from lab import registry
 from lab.capabilities import Needs
+from lab.compile.compiler import TracedPlugin
+from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
-from lab.engine.engine import Engine, EngineFacts
+from lab.contracts.spec import Proposer
+from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
@@ -50,13 +53,21 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
 
+    limits = _limits(settings, config, max_model_len)
+    compiled = compile_for_run(
+        settings.compile,
+        model,
+        config,
+        device,
+        backends,
+        _traced_plugins(chosen),
+        max_rows=limits.max_rows,
+        max_tokens=limits.max_tokens,
+        num_drafts=proposer.num_drafts,
+    )
     warm_begin = time.perf_counter()
-    limits = Limits(settings.scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size)
-    profile_blocks = _profile_blocks(settings, limits)
-    runner = Runner(model, backends, KVStore(backends, profile_blocks), proposer, limits, device)
-    block_bytes = bytes_per_block([b.spec for b in backends])
-    num_blocks = num_blocks_for(settings.cache, block_bytes, device, lambda: _profile(runner, settings, limits))
-    runner.replace_store(KVStore(backends, num_blocks))
+    runner = _warm_runner(settings, model, compiled, backends, proposer, limits, device)
+    num_blocks = runner.store.num_blocks
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
 
@@ -84,12 +95,56 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         device=device.type,
         dtype=_name(dtype),
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=block_bytes // settings.cache.block_size,
+        kv_bytes_per_token=bytes_per_block([b.spec for b in backends]) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={"load": load_s, "warmup": warmup_s, "total": time.perf_counter() - begin},
+        startup_s={
+            "load": load_s,
+            "compile": compiled.seconds,
+            "warmup": warmup_s,
+            "total": time.perf_counter() - begin,
+        },
+        compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
+
+
+def _warm_runner(
+    settings: Settings,
+    model: nn.Module,
+    compiled: Compiled,
+    backends: list[Attention],
+    proposer: Proposer,
+    limits: Limits,
+    device: torch.device,
+) -> Runner:
+    """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
+    trial_store = KVStore(backends, _profile_blocks(settings, limits))
+    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
+    graphs = graph_store(compiled, runner.builder, device)
+    num_blocks = num_blocks_for(
+        settings.cache,
+        bytes_per_block([b.spec for b in backends]),
+        device,
+        lambda: _profile(runner, settings, limits),
+        lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
+    )
+    runner.replace_store(KVStore(backends, num_blocks))
+    if graphs is not None:
+        graphs.capture(runner.store.layers)
+        runner.forward = graphs
+    return runner
+
+
+def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
+    return CompileFacts(
+        mode=compiled.mode,
+        seconds=compiled.seconds,
+        num_graphs=compiled.num_graphs,
+        num_captured=runner.forward.num_graphs,
+        from_cache=compiled.from_cache,
+        num_compilations=num_compilations(),
+    )
 
 
 def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Resolved]:
@@ -163,6 +218,21 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         head_dim=spec.head_dim,
         block_size=spec.block_size,
         features=frozenset(features),
+    )
+
+
+def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
+    """The plugins whose code torch.compile traces; plain layers of a quantized model are those of `none`."""
+    used = [chosen["quant"], chosen["moe"]]
+    traced = [TracedPlugin(resolved.entry.name, repr(resolved.options), resolved.entry.load()) for resolved in used]
+    plain = registry.get("quant", "none")
+    return [*traced, TracedPlugin(plain.name, "", plain.load())]
+
+
+def _limits(settings: Settings, config: ModelConfig, max_model_len: int) -> Limits:
+    scheduler = settings.scheduler
+    return Limits(
+        scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size, scheduler.max_num_batched_tokens
     )
 
 

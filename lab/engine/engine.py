@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.compile.setup import num_compilations
 from lab.engine.executor import InProcessExecutor
 from lab.kv.blocks import BlockManager
 from lab.model.config import ModelConfig
@@ -17,6 +18,18 @@ from lab.settings import Settings
 from lab.types import FinishReason, Request, Step, StepResult, Update
 
 log = logging.getLogger("lab")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFacts:
+    """What was compiled and captured at start."""
+
+    mode: str  # none (eager) or piecewise
+    seconds: float
+    num_graphs: int  # unique compiled graphs
+    num_captured: int  # batch shapes captured on the device
+    from_cache: bool
+    num_compilations: int  # of torch.compile in this process until the engine was ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,8 @@ class EngineFacts:
     kv_bytes_per_token: int
     num_threads: int
     records: dict[str, Any]  # resolved.json
-    startup_s: dict[str, float]  # load, warmup, total
+    startup_s: dict[str, float]  # load, compile, warmup, total
+    compile: CompileFacts
 
 
 class Engine:
@@ -89,6 +103,19 @@ class Engine:
     @property
     def startup_s(self) -> dict[str, float]:
         return self.facts.startup_s
+
+    @property
+    def compile_metrics(self) -> dict[str, Any]:
+        """The compile section of metrics.json, but for what each step ran on."""
+        facts = self.facts.compile
+        return {
+            "mode": facts.mode,
+            "seconds": facts.seconds,
+            "from_cache": facts.from_cache,
+            "num_graphs": facts.num_graphs,
+            "num_captured": facts.num_captured,
+            "recompiles_after_warmup": num_compilations() - facts.num_compilations,
+        }
 
     @property
     def has_work(self) -> bool:

@@ -83,5 +83,6 @@ def engine_metrics(stack: Stack) -> dict[str, Any]:
             "used_blocks": blocks.num_used,
             "peak_used_blocks": blocks.peak_used,
         },
+        "compile": engine.compile_metrics,
         "startup_s": dict(engine.startup_s),
     }

@@ -99,11 +99,17 @@ def resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def num_blocks_for(settings: CacheSettings, block_bytes: int, device: torch.device, profile: Callable[[], None]) -> int:
+def num_blocks_for(
+    settings: CacheSettings,
+    block_bytes: int,
+    device: torch.device,
+    profile: Callable[[], None],
+    graph_bytes: Callable[[], int] = lambda: 0,
+) -> int:
     """The size of the pool in blocks: as set, from the bytes set, or measured.
 
-    Measured: memory_utilization of the total, less all that is in use now (weights included) and less the peak of a
-    profiling step of the largest size.
+    Measured: memory_utilization of the total, less all that is in use now (weights included), the peak of a profiling step
+    of the largest size, and what captured graphs will take.
 
     Raises:
         UserError: not even one block fits, with the figures.
@@ -112,7 +118,7 @@ def num_blocks_for(settings: CacheSettings, block_bytes: int, device: torch.devi
         return settings.num_blocks
     if settings.memory_bytes is not None:
         return _at_least_one(settings.memory_bytes // block_bytes, f"cache.memory_bytes={settings.memory_bytes}", block_bytes)
-    step_bytes = peak_bytes_of(profile, device)
+    step_bytes = peak_bytes_of(profile, device) + graph_bytes()
     total, free = device_memory(device)
     used = total - free
     budget = int(total * settings.memory_utilization) - used - step_bytes

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lab.runner.buffers import HostBatch, InputBuffers
 from lab.runner.rows import Rows
 
 
@@ -23,11 +24,12 @@ class Share:
 class Batch:
     """What the model and the attention plugins see of a step: rows one after another, no padding between them.
 
-    Arrays ending in `_cpu` are host mirrors of the tensors of the same name.
+    Padding tokens stand after the last row: id 0, position 0, slot -1. For a captured graph the row tensors are padded too:
+    rows of no tokens and no context. Arrays ending in `_cpu` are host mirrors of the tensors, of the real rows alone.
     """
 
-    num_tokens: int  # T
-    num_rows: int  # R
+    num_tokens: int  # T, padding included
+    num_rows: int  # R, real rows
     max_q: int  # the longest row's tokens in this step
     max_ctx: int  # the longest row's context
     input_ids_T: torch.Tensor  # int32
@@ -43,14 +45,23 @@ class Batch:
 
 
 class BatchBuilder:
-    """Gathers a `Batch` from the rows; all arithmetic is on the host, one copy to the device each."""
+    """Gathers a `Batch` from the rows; all arithmetic is on the host, one copy to the device each.
 
-    def __init__(self, rows: Rows, block_size: int, device: torch.device) -> None:
+    With `buffers` the batch's tensors are views of them, at the same addresses in every step.
+    """
+
+    def __init__(self, rows: Rows, block_size: int, device: torch.device, buffers: InputBuffers | None = None) -> None:
         self._rows = rows
         self._block_size = block_size
         self._device = device
+        self._buffers = buffers
 
-    def build(self, shares: list[Share]) -> Batch:
+    @property
+    def is_persistent(self) -> bool:
+        return self._buffers is not None
+
+    def build(self, shares: list[Share], padded_tokens: int = 0, padded_rows: int = 0) -> Batch:
+        """The batch of these shares, its tensors padded up to so many tokens and rows (0: none)."""
         rows, block_size = self._rows, self._block_size
         num_rows = len(shares)
         row_R = np.fromiter((s.row for s in shares), np.int64, num_rows)
@@ -68,21 +79,49 @@ class BatchBuilder:
         max_ctx = int(ctx_len_R.max())
         blocks_RM = rows.blocks_RM[row_R, : -(-max_ctx // block_size)]
         slots_T = rows.blocks_RM[row_T, positions_T // block_size].astype(np.int64) * block_size + positions_T % block_size
+        host = HostBatch(
+            input_ids_T=rows.tokens_RC[row_T, positions_T],
+            positions_T=positions_T,
+            slots_T=slots_T,
+            q_start_R1=q_start_R1,
+            ctx_len_R=ctx_len_R,
+            blocks_RM=blocks_RM,
+            logits_idx_L=_logits_index(shares, q_start_R1),
+        )
+        return self._on_device(host, int(count_R.max()), max_ctx, padded_tokens, padded_rows)
+
+    def build_sample(self, num_tokens: int, num_rows: int) -> Batch:
+        """A batch to try a shape with: rows of equal length (the first takes what is over), which write to no slot."""
+        count_R = np.full(num_rows, num_tokens // num_rows, np.int64)
+        count_R[0] += num_tokens - int(count_R.sum())
+        q_start_R1 = np.concatenate([[0], np.cumsum(count_R)]).astype(np.int32)
+        width = -(-int(count_R.max()) // self._block_size)
+        host = HostBatch(
+            input_ids_T=np.zeros(num_tokens, np.int32),
+            positions_T=np.arange(num_tokens) - np.repeat(q_start_R1[:-1], count_R),
+            slots_T=np.full(num_tokens, -1, np.int64),
+            q_start_R1=q_start_R1,
+            ctx_len_R=count_R.astype(np.int32),
+            blocks_RM=np.zeros((num_rows, width), np.int32),
+            logits_idx_L=q_start_R1[1:].astype(np.int64) - 1,
+        )
+        return self._on_device(host, int(count_R.max()), int(count_R.max()), 0, 0)
+
+    def _on_device(self, host: HostBatch, max_q: int, max_ctx: int, padded_tokens: int, padded_rows: int) -> Batch:
+        padded = host.padded(max(padded_tokens, len(host.input_ids_T)), max(padded_rows, len(host.ctx_len_R)))
+        if self._buffers is not None:
+            tensors = self._buffers.fill(padded)
+        else:
+            tensors = {name: self._to_device(array) for name, array in padded.arrays().items()}
         return Batch(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            max_q=int(count_R.max()),
+            num_tokens=len(padded.input_ids_T),
+            num_rows=len(host.ctx_len_R),
+            max_q=max_q,
             max_ctx=max_ctx,
-            input_ids_T=self._to_device(rows.tokens_RC[row_T, positions_T]),
-            positions_T=self._to_device(positions_T),
-            slots_T=self._to_device(slots_T),
-            q_start_R1=self._to_device(q_start_R1),
-            ctx_len_R=self._to_device(ctx_len_R),
-            blocks_RM=self._to_device(blocks_RM),
-            logits_idx_L=self._to_device(_logits_index(shares, q_start_R1)),
-            q_start_R1_cpu=q_start_R1,
-            ctx_len_R_cpu=ctx_len_R,
-            blocks_RM_cpu=blocks_RM,
+            **tensors,
+            q_start_R1_cpu=host.q_start_R1,
+            ctx_len_R_cpu=host.ctx_len_R,
+            blocks_RM_cpu=host.blocks_RM,
         )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

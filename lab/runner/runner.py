@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from lab.context import ForwardContext, forward_context
-from lab.contracts.attention import Attention
+from lab.compile.dispatch import BatchKey, Dispatcher
+from lab.compile.graphs import Forward
 from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
+from lab.runner.buffers import InputBuffers
 from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
 from lab.sample.sampler import Sampler
@@ -28,6 +29,7 @@ class Limits:
     max_model_len: int
     block_size: int
     vocab_size: int
+    max_tokens: int  # of one step
 
 
 class Runner:
@@ -36,20 +38,26 @@ class Runner:
     def __init__(
         self,
         model: nn.Module,
-        backends: list[Attention],
+        forward: Forward,
+        dispatcher: Dispatcher,
         store: KVStore,
         proposer: Proposer,
         limits: Limits,
         device: torch.device,
     ) -> None:
         self.model = model
+        self.forward = forward
+        self.dispatcher = dispatcher
         self.store = store
         self.device = device
-        self._backends = backends
         self._limits = limits
         capacity = limits.max_model_len + proposer.num_drafts + 1
         self.rows = Rows(limits.max_rows, capacity, limits.block_size)
-        self._builder = BatchBuilder(self.rows, limits.block_size, device)
+        buffers = None
+        if device.type != "cpu":
+            num_tokens = max(limits.max_tokens, *(key.num_tokens for key in dispatcher.keys), 0)
+            buffers = InputBuffers(num_tokens, limits.max_rows, self.rows.blocks_RM.shape[1], device)
+        self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
         self._drafting = Drafting(proposer, self.rows, limits.vocab_size)
@@ -63,8 +71,9 @@ class Runner:
         if not step.chunks:
             return StepResult(step.index, [], (time.perf_counter() - begin) * 1e3)
         shares = [self._share(chunk) for chunk in step.chunks]
-        batch = self._builder.build(shares)
-        hidden_TD = self._forward(batch)
+        key = self._key(shares)
+        batch = self.builder.build(shares, key.num_tokens, key.num_rows)
+        hidden_TD = self.forward.run(key, batch, self.store.layers)
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
         sampled, drafts, draft_ms = self._sample(shares, batch, hidden_TD)
         results = []
@@ -77,7 +86,7 @@ class Runner:
             proposed = drafts.get(share.row, [])
             results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
         ms = (time.perf_counter() - begin) * 1e3
-        return StepResult(step.index, results, ms, padded_to=batch.num_tokens, draft_ms=draft_ms)
+        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms)
 
     def reset(self) -> None:
         """Forget every row."""
@@ -122,11 +131,11 @@ class Runner:
         assert 0 < num_tokens <= chunk.num_tokens, f"{chunk.request_id}: {num_tokens} tokens of {chunk.num_tokens} planned"
         return Share(row, start, num_tokens, num_drafts, True)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        plans = {id(backend): backend.plan(batch) for backend in dict.fromkeys(self._backends)}
-        context = ForwardContext(batch, self._backends, [plans[id(b)] for b in self._backends], self.store.layers)
-        with forward_context(context):
-            return self.model(batch.input_ids_T, batch.positions_T)
+    def _key(self, shares: list[Share]) -> BatchKey:
+        """The shape that this step runs on."""
+        uniform_q = self.dispatcher.uniform_q
+        is_uniform = all(share.num_tokens == uniform_q for share in shares)
+        return self.dispatcher.dispatch(sum(share.num_tokens for share in shares), len(shares), uniform=is_uniform)
 
     def _sample(
         self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor

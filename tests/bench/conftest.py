@@ -16,6 +16,7 @@ from lab.bench.job import run_job
 from lab.metrics import roofline
 from lab.settings import (
     CacheSettings,
+    CompileSettings,
     ModelSettings,
     PluginChoice,
     Settings,
@@ -85,6 +86,7 @@ def run(model, tmp_path):
             "sampling": {"temperature": 0.0, "max_tokens": 8},
             "tracking": TrackingSettings(wandb=wandb, progress="log"),
             "num_threads": 1,
+            "compile": CompileSettings(mode="none"),
             **values,
         }
         clocks = {} if clock is None else {"clock": clock, "sleep": clock.sleep}
@@ -120,7 +122,8 @@ class Child:
 
     def __init__(self, folder, *overrides, flags=()):
         self.folder = folder
-        fixed = ["num_threads=1", "cache.num_blocks=256", "tracking.wandb.mode=disabled", f"hydra.run.dir='{folder}'"]
+        fixed = ["num_threads=1", "compile.mode=none", "cache.num_blocks=256", "tracking.wandb.mode=disabled"]
+        fixed.append(f"hydra.run.dir='{folder}'")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lab", "run", *flags, *fixed, *overrides],
             stdout=subprocess.PIPE,

@@ -38,6 +38,7 @@ def small(model, tmp_path):
         "sampling={temperature: 0, max_tokens: 4}",
         "cache.num_blocks=32",
         "num_threads=1",
+        "compile.mode=none",
         "tracking.wandb.mode=disabled",
         "tracking.progress=log",
     ]

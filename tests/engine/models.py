@@ -6,7 +6,7 @@ from typing import Any
 from lab import LLM, AsyncLLM
 from tests import rigs
 
-SMALL = ["num_threads=1", "cache.num_blocks=64", "debug.check_integrity=true", "model.max_model_len=256"]
+SMALL = ["compile.mode=none", "num_threads=1", "cache.num_blocks=64", "debug.check_integrity=true", "model.max_model_len=256"]
 GREEDY = {"temperature": 0.0}
 
 

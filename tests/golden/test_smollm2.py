@@ -30,7 +30,7 @@ def right(prompts) -> list[list[int]]:
 
 
 def generate(prompts, *overrides, **plugins):
-    base = ["model.dtype=float32", "cache.num_blocks=1200", "model.max_model_len=2048"]
+    base = ["compile.mode=none", "model.dtype=float32", "cache.num_blocks=1200", "model.max_model_len=2048"]
     with LLM("smollm2", overrides=[*base, *overrides], **plugins) as llm:
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
         assert llm.engine.blocks.num_free == llm.engine.blocks.num_blocks

@@ -24,6 +24,7 @@ def model(request, tmp_path_factory):
 def generate(folder, *overrides, attention="eager", spec=None, prompts=PROMPTS, times=1):
     """Outputs of the last of `times` runs, and the LLM's final counters."""
     base = [
+        "compile.mode=none",
         "model.dtype=float32",
         "model.max_model_len=256",
         "cache.num_blocks=400",

@@ -13,7 +13,8 @@ _library = torch.library.Library("lab", "DEF")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer) -> ()")
 
 
-def _attention(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, out_TNH: torch.Tensor, layer: int) -> None:
+def run_attention(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, out_TNH: torch.Tensor, layer: int) -> None:
+    """Write keys and values, then attend, by the forward context of the step: what the op `lab::attention` does."""
     step = context.current()
     backend = step.backends[layer]
     backend.write(k_TKH, v_TKH, step.kv[layer], step.batch.slots_T)
@@ -24,7 +25,7 @@ def _attention_fake(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tenso
     """Shapes only: the output tensor is given, so there is nothing to make."""
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention", run_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("lab::attention", _attention_fake, lib=_library)
 
 

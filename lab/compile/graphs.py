@@ -1,0 +1,196 @@
+"""Runs the forward pass of a step by its key: directly, or by replaying captured graphs over persistent buffers.
+
+What capturing means is a `GraphRuntime`'s business. `CudaRuntime` records CUDA graphs into one shared memory pool. The policy
+around it, which shapes, which inputs, which plans, has no device in it and is tried on the CPU with a runtime that records.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lab.compile.dispatch import BatchKey, Dispatcher
+from lab.compile.program import AttentionCall, Executable, attend
+from lab.context import ForwardContext, forward_context
+from lab.contracts.attention import Attention
+
+if TYPE_CHECKING:
+    from lab.runner.batch import Batch, BatchBuilder
+
+log = logging.getLogger("lab")
+
+Model = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # input_ids_T, positions_T -> hidden_TD
+PROBED_GRAPHS = 2  # captured to estimate what all of them will take
+
+
+class Forward(Protocol):
+    """The forward pass of a step."""
+
+    num_graphs: int
+
+    def run(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> torch.Tensor:
+        """hidden_TD for the batch, which has the key's shape."""
+
+
+class DirectForward:
+    """Calls the model, or its compiled forms, with each step's own tensors.
+
+    Args:
+        forms: the callable of each mode. `none` must be among them and stands in where the others are missing.
+    """
+
+    num_graphs = 0
+
+    def __init__(self, backends: list[Attention], forms: dict[str, Model]) -> None:
+        self.backends = backends
+        self.forms = forms
+        self._distinct = list(dict.fromkeys(backends))
+
+    def run(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> torch.Tensor:
+        model = self.forms.get(key.mode) or self.forms["none"]
+        with forward_context(self.context(batch, kv, self.plans(batch, None))):
+            return model(batch.input_ids_T, batch.positions_T)
+
+    def plans(self, batch: "Batch", reuse: list[Any] | None) -> list[Any]:
+        """A plan for each distinct backend; with `reuse` the earlier ones, filled anew."""
+        if reuse is None:
+            return [backend.plan(batch) for backend in self._distinct]
+        return [backend.plan(batch, plan) for backend, plan in zip(self._distinct, reuse, strict=True)]
+
+    def context(self, batch: "Batch", kv: list[torch.Tensor], plans: list[Any]) -> ForwardContext:
+        of_backend = dict(zip(map(id, self._distinct), plans, strict=True))
+        return ForwardContext(batch, self.backends, [of_backend[id(backend)] for backend in self.backends], kv)
+
+
+class GraphRuntime(Protocol):
+    """How a device records work and plays it again."""
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record `work`. Returns what replays it, and what `work` gave: tensors that every replay writes anew."""
+
+    def memory_in_use(self) -> int:
+        """Bytes of the device that are taken now."""
+
+
+class CudaRuntime:
+    """CUDA graphs in one memory pool: of all captures only one is replayed at a time, so they may share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        return graph.replay, result
+
+    def memory_in_use(self) -> int:
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+
+@dataclass(slots=True)
+class _Captured:
+    """One key's graphs: replays and attention calls in order, with the plans that a full graph reads."""
+
+    calls: list[Callable[[], None]]
+    hidden_TD: torch.Tensor
+    plans: list[Any] | None  # None: attention is not in the graph, and is planned anew for each step
+
+
+class GraphStore:
+    """Owns the captured graphs and their static tensors. Which one to replay is the dispatcher's choice.
+
+    The builder must write every batch into the same persistent buffers, for captured graphs read their inputs there.
+    """
+
+    def __init__(
+        self,
+        direct: DirectForward,
+        pieces: Executable | None,
+        dispatcher: Dispatcher,
+        builder: "BatchBuilder",
+        runtime: GraphRuntime,
+    ) -> None:
+        assert builder.is_persistent, "captured graphs read their inputs at fixed addresses"
+        self._direct = direct
+        self._pieces = pieces
+        self._keys = dispatcher.keys
+        self._builder = builder
+        self._runtime = runtime
+        self._captured: dict[BatchKey, _Captured] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> torch.Tensor:
+        captured = self._captured.get(key)
+        if captured is None:
+            assert key.mode == "none", f"no graph was captured for {key}"
+            return self._direct.run(key, batch, kv)
+        plans = self._direct.plans(batch, captured.plans)
+        with forward_context(self._direct.context(batch, kv, plans)):
+            for call in captured.calls:
+                call()
+        return captured.hidden_TD
+
+    @torch.inference_mode()
+    def capture(self, kv: list[torch.Tensor]) -> None:
+        """Capture every key, the largest first so that the smaller ones fit into the memory of the pool."""
+        begin = time.perf_counter()
+        for number, key in enumerate(self._keys, 1):
+            if number == 1 or number % 10 == 0 or number == len(self._keys):
+                log.info("capturing graph %d of %d (%s, %d tokens)", number, len(self._keys), key.mode, key.num_tokens)
+            self._captured[key] = self._capture(key, kv)
+        if self._keys:
+            log.info("captured %d graphs in %.1f s", len(self._keys), time.perf_counter() - begin)
+
+    @torch.inference_mode()
+    def estimate_bytes(self, kv: list[torch.Tensor]) -> int:
+        """Device memory that capturing every key will take, from the first ones of each mode. Leaves nothing captured."""
+        total = 0
+        for mode in {key.mode for key in self._keys}:
+            keys = [key for key in self._keys if key.mode == mode]
+            trials, taken = [], []
+            for key in keys[:PROBED_GRAPHS]:
+                before = self._runtime.memory_in_use()
+                trials.append(self._capture(key, kv))
+                taken.append(max(self._runtime.memory_in_use() - before, 0))
+            total += taken[0] + taken[-1] * (len(keys) - 1)
+        return total
+
+    def _capture(self, key: BatchKey, kv: list[torch.Tensor]) -> _Captured:
+        batch = self._builder.build_sample(key.num_tokens, key.num_rows or 1)
+        self._direct.run(key, batch, kv)  # warm-up: lazy initialisation and autotuning must not be recorded
+        if key.mode == "piecewise":
+            return self._capture_pieces(batch)
+        plans = self._direct.plans(batch, None)
+        model = self._direct.forms.get("piecewise") or self._direct.forms["none"]
+        with forward_context(self._direct.context(batch, kv, plans)):
+            replay, hidden_TD = self._runtime.capture(lambda: model(batch.input_ids_T, batch.positions_T))
+        return _Captured([replay], hidden_TD, plans)
+
+    def _capture_pieces(self, batch: "Batch") -> _Captured:
+        assert self._pieces is not None, "the dispatcher chose pieces where there are none"
+        registers = self._pieces.registers(batch.input_ids_T, batch.positions_T)
+        calls: list[Callable[[], None]] = []
+        for call in self._pieces.calls:
+            if isinstance(call, AttentionCall):
+                calls.append(_attention_on(call, registers.copy()))
+                continue
+            arguments = call.arguments(registers)
+            replay, values = self._runtime.capture(lambda unit=call.unit, given=arguments: unit(given.copy()))
+            calls.append(replay)
+            for register, value in zip(call.outputs, values, strict=True):
+                registers[register] = value
+        return _Captured(calls, registers[self._pieces.program.output], None)
+
+
+def _attention_on(call: AttentionCall, registers: list[Any]) -> Callable[[], None]:
+    return lambda: attend(call, registers)
