@@ -49,7 +49,16 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     chosen = _choose_plugins(settings, config, device, dtype)
     quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
     log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
-    model = load_model(folder, config, dtype=dtype, device=device, load_format=settings.model.load_format, quant=quant, moe=moe)
+    model = load_model(
+        folder,
+        config,
+        dtype=dtype,
+        device=device,
+        load_format=settings.model.load_format,
+        quant=quant,
+        moe=moe,
+        max_model_len=max_model_len,
+    )
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
 
