@@ -179,6 +179,10 @@ class TestMistakes:
             (["attention={name: sdpa}"], "attention takes a name; give the rest one by one: attention.NAME=VALUE."),
             (["tracking.wandb.name=12"], "tracking.wandb.name must be text or null; got 12. To give it as text, quote"),
             (["seed"], "'seed' is no override: give NAME=VALUE."),
+            (
+                ["sampling.stop=\N{PARTY POPPER}"],
+                "cannot read 'sampling.stop=\N{PARTY POPPER}'.\nA value with spaces or special",
+            ),
             (["sampling.stop=[a"], "cannot read 'sampling.stop=[a':"),
             (["hydra.run.dr=x"], "the settings cannot be composed: Could not override 'hydra.run.dr'."),
         ],
@@ -321,6 +325,11 @@ class TestSweeps:
         found = [(s.attention.name, s.cache.block_size, s.seed) for s in map(compose, plan.points)]
         assert found == [("eager", 8, 3), ("eager", 16, 3), ("sdpa", 8, 3), ("sdpa", 16, 3)]
         assert plan.swept == ["+attention", "cache.block_size"]
+
+    def test_only_what_varies_is_swept(self):
+        plan = plan_sweep(["cache.block_size=8", "seed=3", "hydra.job.name=x"], multirun=True)
+        assert len(plan.points) == 1 and plan.swept == []
+        assert compose(plan.points[0]).cache.block_size == 8
 
     @pytest.mark.parametrize(
         ("override", "values"),
