@@ -162,7 +162,11 @@ class Recorder:
             "waste_fraction": self.requests.waste_fraction,
         }
         found["compile"] = {"dispatch": {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}}
-        found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
+        found["memory"] = {
+            "peak_rss_bytes": peak_rss_bytes(),
+            "weights_bytes": facts.weights_bytes,  # as they lie in memory: packed, perhaps twice
+            "parameter_bytes": self._floors.weights_bytes,
+        }
         if facts.device != "cpu":
             found["memory"]["peak_device_bytes"] = peak_device_bytes()
         found["roofline"] = {
