@@ -324,7 +324,7 @@ def check_name(name: str) -> None:
         fields = typing.get_type_hints(cls)
         if part not in fields:
             available = [f"{where}{field}" for field in fields] + ([EXPERIMENT] if cls is Settings else [])
-            raise no_setting(".".join(parts), available)
+            raise no_setting(f"{where}{part}", available)
         where += part + "."
         cls = fields[part]
         if cls is PluginChoice or typing.get_origin(cls) is dict:
