@@ -112,7 +112,7 @@ def plan_sweep(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (),
         for override in axes.values():
             points = [[*point, text] for point in points for text in session.choices(override)]
         swept = [key for key, override in axes.items() if override.is_sweep_override()]
-        return SweepPlan(points, swept or list(axes), _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
+        return SweepPlan(points, swept, _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
 
 
 def normalise(overrides: Sequence[str]) -> list[str]:
@@ -324,7 +324,7 @@ def check_name(name: str) -> None:
         fields = typing.get_type_hints(cls)
         if part not in fields:
             available = [f"{where}{field}" for field in fields] + ([EXPERIMENT] if cls is Settings else [])
-            raise no_setting(".".join(parts), available)
+            raise no_setting(f"{where}{part}", available)
         where += part + "."
         cls = fields[part]
         if cls is PluginChoice or typing.get_origin(cls) is dict:
@@ -372,9 +372,10 @@ def _unreadable(text: str, error: OverrideParseException) -> UserError:
     name, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
         return UserError(f"'{text}' is no override: give NAME=VALUE.")
-    detail = str(error).split("\n")[0]
+    detail = str(error).split("\n")[0].rstrip(".")
+    why = f": {detail}" if text not in detail else ""  # some messages are the override again, under an exception's name
     return UserError(
-        f"cannot read '{text}': {detail}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
+        f"cannot read '{text}'{why}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
     )
 
 

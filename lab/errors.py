@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+LIKE = 0.74  # share of letters that a name and its misspelling have in common: a letter lost of three, one wrong of four
+OTHER_WORD = 3  # so many letters with others in their place are another word, however long the rest that both share
+
 
 class UserError(Exception):
     """A mistake the user can mend: shown as one message without a traceback; the command exits with 2."""
@@ -13,9 +16,13 @@ class PluginFault(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or None when nothing is near enough to be helpful."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    """The choice most like `word`, or None when nothing is near enough to be that word mistyped."""
+    names = list(choices)
+    swapped = [name for name in names if sorted(name) == sorted(word)]  # two letters in the wrong order, most often
+    if swapped:
+        return difflib.get_close_matches(word, swapped, n=1, cutoff=0.0)[0]
+    matches = difflib.get_close_matches(word, names, cutoff=LIKE)
+    return next((name for name in matches if _longest_replacement(word, name) < OTHER_WORD), None)
 
 
 def unknown(what: str, word: str, choices: Iterable[str]) -> UserError:
@@ -24,3 +31,8 @@ def unknown(what: str, word: str, choices: Iterable[str]) -> UserError:
     guess = nearest(word, names)
     hint = f" Did you mean '{guess}'?" if guess else ""
     return UserError(f"no {what} named '{word}'.{hint}\nAvailable: {', '.join(names) or 'none'}.")
+
+
+def _longest_replacement(word: str, name: str) -> int:
+    codes = difflib.SequenceMatcher(None, word, name).get_opcodes()
+    return max((max(a1 - a0, b1 - b0) for tag, a0, a1, b0, b1 in codes if tag == "replace"), default=0)

@@ -174,6 +174,8 @@ def discover(folders: Iterable[str | Path] = ()) -> None:
     listed = os.environ.get(PATH_VARIABLE, "")
     for folder in [*(f for f in listed.split(os.pathsep) if f), *folders]:
         root = Path(folder).expanduser().resolve()
+        if root.is_file():
+            raise UserError(f"'{folder}' is a file: name the folder that your plugins are in, '{root.parent}'.")
         if not root.is_dir():
             raise UserError(f"plugin folder '{folder}' does not exist.")
         package = "lab_user_" + hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()

@@ -51,9 +51,10 @@ def from_plain(cls: type[T], data: Mapping[str, Any], where: str) -> T:
 
 
 def no_setting(name: str, available: list[str]) -> UserError:
-    """The error for a dotted name that does not exist: the nearest one, and all there are at that place."""
-    guess = nearest(name, available)
-    hint = f" Did you mean '{guess}'?" if guess else ""
+    """The error for a dotted name that does not exist: the nearest one, and all there are (`available`) at that place."""
+    parent, dot, last = name.rpartition(".")  # what they have in common would make all of them alike
+    guess = nearest(last, [other.removeprefix(parent + dot) for other in available])
+    hint = f" Did you mean '{parent}{dot}{guess}'?" if guess else ""
     return UserError(f"no setting '{name}'.{hint}\nAvailable: {', '.join(available) or 'none'}.")
 
 

@@ -151,7 +151,8 @@ class TestMistakes:
             (["cache.block_sise=8"], "no setting 'cache.block_sise'. Did you mean 'cache.block_size'?"),
             (["+cache.block_sise=8"], "no setting 'cache.block_sise'. Did you mean 'cache.block_size'?"),
             (["+atention=x"], "no setting 'atention'. Did you mean 'attention'?"),
-            (["++sceduler.policy=x"], "no setting 'sceduler.policy'. Did you mean 'scheduler'?"),
+            (["++sceduler.policy=x"], "no setting 'sceduler'. Did you mean 'scheduler'?"),
+            (["tracking.wandb.foo=1"], "no setting 'tracking.wandb.foo'.\nAvailable: tracking.wandb.mode"),
             (["seed.x=1"], "no setting 'seed.x': seed is a single value."),
             (["attention=sdap"], "no attention plugin named 'sdap'. Did you mean 'sdpa'?\nAvailable: auto, eager, sdpa."),
             (["attention=null"], "no attention plugin named 'null'."),
@@ -175,7 +176,7 @@ class TestMistakes:
             (["cache.block_size=abc"], "cache.block_size must be a whole number; got 'abc'."),
             (["cache.block_size=true"], "cache.block_size must be a whole number; got true."),
             (["cache.block_size=1.0"], "cache.block_size must be a whole number; got 1.0."),
-            (["device=gpu"], "device must be one of auto, cpu, cuda; got 'gpu'. Did you mean 'cpu'?"),
+            (["device=gpu"], "device must be one of auto, cpu, cuda; got 'gpu'."),
             (["cache=3"], "cache must be a mapping; got 3."),
             (["sampling.temprature=1"], "sampling: no parameter named 'temprature'. Did you mean 'temperature'?"),
             (["sampling.temperature=-1"], "sampling: temperature must be"),
@@ -184,6 +185,10 @@ class TestMistakes:
             (["attention={name: sdpa}"], "attention takes a name; give the rest one by one: attention.NAME=VALUE."),
             (["tracking.wandb.name=12"], "tracking.wandb.name must be text or null; got 12. To give it as text, quote"),
             (["seed"], "'seed' is no override: give NAME=VALUE."),
+            (
+                ["sampling.stop=\N{PARTY POPPER}"],
+                "cannot read 'sampling.stop=\N{PARTY POPPER}'.\nA value with spaces or special",
+            ),
             (["sampling.stop=[a"], "cannot read 'sampling.stop=[a':"),
             (["hydra.run.dr=x"], "the settings cannot be composed: Could not override 'hydra.run.dr'."),
         ],
@@ -326,6 +331,11 @@ class TestSweeps:
         found = [(s.attention.name, s.cache.block_size, s.seed) for s in map(compose, plan.points)]
         assert found == [("eager", 8, 3), ("eager", 16, 3), ("sdpa", 8, 3), ("sdpa", 16, 3)]
         assert plan.swept == ["+attention", "cache.block_size"]
+
+    def test_only_what_varies_is_swept(self):
+        plan = plan_sweep(["cache.block_size=8", "seed=3", "hydra.job.name=x"], multirun=True)
+        assert len(plan.points) == 1 and plan.swept == []
+        assert compose(plan.points[0]).cache.block_size == 8
 
     @pytest.mark.parametrize(
         ("override", "values"),

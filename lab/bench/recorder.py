@@ -163,7 +163,11 @@ class Recorder:
         }
         dispatch = {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}
         found["compile"] = {**self._engine.compile_metrics, "dispatch": dispatch}
-        found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
+        found["memory"] = {
+            "peak_rss_bytes": peak_rss_bytes(),
+            "weights_bytes": facts.weights_bytes,  # as they lie in memory: packed, perhaps twice
+            "parameter_bytes": self._floors.weights_bytes,
+        }
         if facts.device != "cpu":
             found["memory"]["peak_device_bytes"] = peak_device_bytes()
         found["roofline"] = {

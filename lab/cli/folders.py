@@ -9,6 +9,8 @@ from lab.errors import UserError
 
 MAX_NAME = 80  # characters; file systems allow 255 bytes, people read fewer
 QUOTES_AND_SLASHES = "'\"/ "
+BEGINNINGS = ("config.yaml", "log.txt")  # what a run writes before anything is known
+RESULTS = ("metrics.json", "requests.jsonl", "steps.jsonl", "sweep.json", "sweep.csv")
 UNNAMED = ("hydra.", "tracking.")  # overrides that say where a run goes, not what it is
 
 
@@ -47,15 +49,23 @@ def named_folder(path: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_make(folder, error) from None
-    for file in ("config.yaml", "metrics.json", "sweep.json"):
-        if (folder / file).exists():
-            raise holds_a_run(folder)
+    if any((folder / file).exists() for file in ("config.yaml", "metrics.json", "sweep.json")):
+        raise holds_a_run(folder)
     return folder
 
 
 def holds_a_run(folder: Path) -> UserError:
-    """The error for a folder that somebody's results are in."""
-    return UserError(f"{folder} holds the results of another run: name another folder, or remove it.")
+    """The error for a folder that another run or sweep has, saying what is there."""
+    results = [file for file in RESULTS if (folder / file).exists()]
+    if results:
+        what = f"the results of another run ({', '.join(results)}): name another folder, or remove it."
+    else:
+        found = " and ".join(file for file in BEGINNINGS if (folder / file).exists())
+        what = (
+            f"{found} of another run, but no results: it was interrupted at its start, or it has only begun. "
+            "Name another folder, or remove this one if nothing is running."
+        )
+    return UserError(f"{folder} holds {what}")
 
 
 def point_folder(path: Path) -> Path:

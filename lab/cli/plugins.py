@@ -25,8 +25,14 @@ def plugins(arguments: Arguments) -> int:
         for entry in chosen:
             _print_entry(entry)
     else:
-        rows = [(e.kind, e.name, "; ".join(unusable(e)) or "yes", e.source, e.doc) for e in chosen]
+        reasons = {f"{e.kind}.{e.name}": unusable(e) for e in chosen}
+        rows = [(e.kind, e.name, "no" if reasons[f"{e.kind}.{e.name}"] else "yes", e.source, e.doc) for e in chosen]
         print_table(("kind", "name", "usable here", "from", ""), rows)
+        if any(reasons.values()):
+            print("\nNot usable here:")
+        for name, why in reasons.items():
+            if why:
+                print(f"  {name}: {'; '.join(why)}")
         print("\n`lab plugins KIND` and `lab plugins KIND.NAME` show options and capabilities.")
     return 0
 

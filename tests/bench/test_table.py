@@ -50,6 +50,15 @@ def test_a_floor_from_a_busy_machine_is_called_a_guess(quiet, text):
     assert ("decode step", text) in headline({**METRICS, "roofline": roofline})
 
 
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [(257, "weights 257 MiB"), (311, "weights 311 MiB (as stored for computing; the parameters are 257 MiB)")],
+)
+def test_weights_that_are_packed_say_so(stored, text):
+    memory = {"peak_rss_bytes": 1 << 30, "weights_bytes": stored << 20, "parameter_bytes": 257 << 20}
+    assert ("memory", f"peak 1.00 GiB, {text}") in headline({**METRICS, "memory": memory})
+
+
 def test_plain_columns_line_up():
     assert plain_table([["a", "bbb", "c"], ["dddd", "e", "f"]]) == "a     bbb  c\ndddd  e    f"
 

@@ -46,6 +46,8 @@ def test_the_version(lab):
         (["run", "--mutlirun"], "lab: `lab run` has no flag '--mutlirun'. Did you mean '--multirun'?"),
         (["--jsn"], "lab: lab has no flag '--jsn'. Did you mean '--json'?"),
         (["run", "--plugins"], "lab: the flag --plugins needs a value: --plugins=DIR."),
+        (["run", "--foo"], "lab: `lab run` has no flag '--foo'.\nAvailable:"),
+        (["plugins", f"--plugins={__file__}"], "test_main.py' is a file: name the folder that your plugins are in, "),
         (["run", "--json=yes"], "lab: the flag --json takes no value."),
         (["run", "--plugins=nowhere"], "lab: plugin folder 'nowhere' does not exist."),
         (["run", "--config-dir=nowhere"], "lab: config folder 'nowhere' does not exist."),

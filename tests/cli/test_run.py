@@ -62,6 +62,16 @@ def test_a_named_folder_is_used_once(lab, small, somewhere_else):
     assert outcome.code == 2 and "holds the results of another run" in outcome.err
 
 
+def test_a_folder_of_an_interrupted_start_is_told_from_one_with_results(lab, small, somewhere_else):
+    assert lab("run", *small, "hydra.run.dir=mine").code == 0
+    for file in (somewhere_else / "mine").iterdir():
+        if file.name not in ("config.yaml", "log.txt"):
+            file.unlink()
+    outcome = lab("run", *small, "hydra.run.dir=mine")
+    assert outcome.code == 2 and "holds config.yaml and log.txt of another run, but no results" in outcome.err
+    assert "remove this one if nothing is running" in outcome.err
+
+
 def test_printing_the_settings_runs_nothing(lab, small, somewhere_else):
     outcome = lab("run", "--print-config", *small, 'sampling.stop="a,b"')
     assert outcome.code == 0 and list(somewhere_else.iterdir()) == []
@@ -136,5 +146,8 @@ def test_a_named_folder_with_results_is_refused(tmp_path, file):
     (tmp_path / "a" / "notes.txt").write_text("of the user")
     named_folder(tmp_path / "a")
     (tmp_path / "a" / file).write_text("")
-    with pytest.raises(UserError, match="holds the results of another run"):
+    what = (
+        "holds config.yaml of another run, but no results" if file == "config.yaml" else rf"results of another run \({file}\)"
+    )
+    with pytest.raises(UserError, match=what):
         named_folder(tmp_path / "a")

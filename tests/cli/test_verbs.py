@@ -37,10 +37,14 @@ class TestPlugins:
         plugin_files.broken_syntax(tmp_path, "moe", "crooked")
         plugin_files.broken_import(tmp_path, "lost")
         outcome = lab("plugins", f"--plugins={tmp_path}")
-        lines = {line.split()[1]: line for line in outcome.out.splitlines() if len(line.split()) > 2}
+        table = outcome.out.split("\n\n")[0]
+        lines = {line.split()[1]: line for line in table.splitlines()}
         assert outcome.code == 0
-        assert "broken: SyntaxError" in lines["crooked"]
-        assert "broken: ModuleNotFoundError: No module named 'no_such_package_anywhere'" in lines["lost"]
+        assert lines["crooked"].split() == ["moe", "crooked", "no", "folder"]
+        assert lines["lost"].split()[:4] == ["policy", "lost", "no", "folder"]
+        reasons = outcome.out.split("Not usable here:\n")[1]
+        assert "  moe.crooked: broken: SyntaxError" in reasons
+        assert "  policy.lost: broken: ModuleNotFoundError: No module named 'no_such_package_anywhere'" in reasons
         assert "no_such_package_anywhere" in lab("plugins", "policy.lost", f"--plugins={tmp_path}").out
 
     def test_json(self, lab):
