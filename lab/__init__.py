@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "UserError", "__version__"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, only when it is asked for: the command line's answers must come at once."""
     if name == "LLM":

@@ -39,7 +39,7 @@ AUTO_GROUPS = ("attention", "quant", "moe")  # kinds for which `auto` may choose
 LISTED_GROUPS = ("model",)  # in the defaults list
 EXPERIMENT = "experiment"
 ROOTS = tuple(f.name for f in dataclasses.fields(Settings))
-OPEN_ROOTS = (*PLUGIN_GROUPS, "sampling", "goodput")  # hold names that config.yaml does not
+OPEN = (*PLUGIN_GROUPS, "sampling", "goodput", registry.OPTIONS_OF["policy"])  # hold names that config.yaml does not
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def plan_sweep(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (),
         for override in axes.values():
             points = [[*point, text] for point in points for text in session.choices(override)]
         swept = [key for key, override in axes.items() if override.is_sweep_override()]
-        return SweepPlan(points, swept or list(axes), _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
+        return SweepPlan(points, swept, _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
 
 
 def normalise(overrides: Sequence[str]) -> list[str]:
@@ -136,7 +136,7 @@ def normalise(overrides: Sequence[str]) -> list[str]:
             groups[name] = f"+{name}={value}"
         elif name in LISTED_GROUPS:
             groups[name] = f"{name}={value}"
-        elif root in OPEN_ROOTS:
+        elif f"{name}.".startswith(tuple(f"{holder}." for holder in OPEN)):
             rest.append(f"++{name}={value}")
         elif root in ROOTS:
             rest.append(f"{name}={value}")
@@ -153,7 +153,7 @@ def to_settings(plain: Mapping[str, Any]) -> Settings:
             options = dict(data[kind])
             data[kind] = {"name": options.pop("name", PluginChoice().name), "options": options}
     settings = from_plain(Settings, data, "")
-    registry.get("policy", settings.scheduler.policy)
+    _policy_options(settings)
     for kind in PLUGIN_GROUPS:
         _check_plugin(kind, getattr(settings, kind))
     return settings
@@ -168,6 +168,7 @@ def to_plain(settings: Settings) -> dict[str, Any]:
         if choice.name != "auto":
             options = _lists(dataclasses.asdict(registry.get(kind, choice.name).make_options(choice.options)))
         data[kind] = {"name": choice.name, **options}
+    data["scheduler"]["policy_options"] = _lists(dataclasses.asdict(_policy_options(settings)))
     return data
 
 
@@ -177,12 +178,16 @@ def to_yaml(settings: Settings) -> str:
 
 
 def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
-    """The plugin that `+KIND=NAME` names, of any kind, with its options from `KIND.OPTION=VALUE`."""
+    """The plugin that `+KIND=NAME` names, of any kind, with its options from `KIND.OPTION=VALUE`.
+
+    As well understood: KIND.NAME, and for a policy the names of the settings, scheduler.policy and scheduler.policy_options.
+    """
     name_of: dict[str, str] = {}
     options: dict[str, dict[str, Any]] = {}
     with _session(()) as session:
         for text in overrides:
-            override = session.read(text.lstrip("+"))
+            text = _as_group(text.lstrip("+"))
+            override = session.read(text)
             kind, _, option = override.key_or_group.partition(".")
             if kind not in registry.KINDS:
                 raise unknown("kind of plugin", kind, registry.KINDS)
@@ -196,7 +201,8 @@ def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
                 name_of[kind] = str(value)
     if len(name_of) != 1 or set(options) - set(name_of):
         raise UserError(
-            "name one plugin to check, and options of that one only: lab check +attention=NAME attention.OPTION=VALUE."
+            "name one plugin to check, and options of that one only: lab check KIND=NAME KIND.OPTION=VALUE,\n"
+            f"where KIND is one of {', '.join(registry.KINDS)}."
         )
     ((kind, name),) = name_of.items()
     entry = registry.get(kind, name)
@@ -337,6 +343,21 @@ def _check_plugin(kind: str, choice: PluginChoice) -> None:
     registry.get(kind, choice.name).make_options(choice.options)
 
 
+def _as_group(text: str) -> str:
+    """The other ways to name a plugin or its option in `lab check`, as KIND=NAME and KIND.OPTION=VALUE."""
+    if "=" not in text:
+        kind, dot, name = text.partition(".")
+        return f"{kind}={name}" if dot else text
+    for setting, name in (("scheduler.policy=", "policy="), (f"{registry.OPTIONS_OF['policy']}.", "policy.")):
+        if text.startswith(setting):
+            return name + text.removeprefix(setting)
+    return text
+
+
+def _policy_options(settings: Settings) -> Any:
+    return registry.get("policy", settings.scheduler.policy).make_options(settings.scheduler.policy_options)
+
+
 def _ambiguous(override: Override) -> UserError:
     name, value = override.key_or_group, override.input_line.partition("=")[2]
     return UserError(
@@ -351,9 +372,10 @@ def _unreadable(text: str, error: OverrideParseException) -> UserError:
     name, equals, value = text.partition("=")
     if not equals and not text.startswith("~"):
         return UserError(f"'{text}' is no override: give NAME=VALUE.")
-    detail = str(error).split("\n")[0]
+    detail = str(error).split("\n")[0].rstrip(".")
+    why = f": {detail}" if text not in detail else ""  # some messages are the override again, under an exception's name
     return UserError(
-        f"cannot read '{text}': {detail}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
+        f"cannot read '{text}'{why}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
     )
 
 

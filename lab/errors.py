@@ -8,6 +8,10 @@ class UserError(Exception):
     """A mistake the user can mend: shown as one message without a traceback; the command exits with 2."""
 
 
+class PluginFault(Exception):
+    """A plugin broke its contract during a run; the message names it and says how."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, or None when nothing is near enough to be helpful."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)

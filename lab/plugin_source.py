@@ -49,7 +49,8 @@ class Declared(NamedTuple):
 
 
 def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
-    """The plugins of one file. One that does not parse is returned as broken, by what its text says or by its name.
+    """The plugins of one file. One that does not parse is returned as broken, by what its text says; without a name when
+    its text does not tell.
 
     Args:
         contracts: the names of the base classes that declare no options and no limits themselves.
@@ -67,7 +68,7 @@ def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
         tree = ast.parse(source, filename=str(path))
     except (SyntaxError, ValueError):
         why = traceback.format_exc(limit=0).removeprefix("Traceback (most recent call last):\n")
-        named = REGISTER_CALL.findall(source.decode("utf-8", "replace"))
+        named = REGISTER_CALL.findall(source.decode("utf-8", "replace")) or [("", "")]
         return [Found(kind, name, broken=why) for kind, name in dict.fromkeys(named)]
     found = []
     for node in tree.body:

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 import types
@@ -40,6 +41,7 @@ CONTRACTS = {
     "sink": "Sink",
     "workload": "Workload",
 }
+OPTIONS_OF = {kind: kind for kind in FOLDER_OF_KIND} | {"workload": "workload", "policy": "scheduler.policy_options"}
 RESERVED = "auto"  # what a user writes to let the capabilities decide
 ENTRY_POINT_GROUP = "lab.plugins"
 CONF_ENTRY_POINT_GROUP = "lab.conf"
@@ -80,13 +82,13 @@ class Entry:
             before = set(_entries)
             try:
                 cls = getattr(importlib.import_module(self.module), self.class_name)
-            except Exception:  # noqa: BLE001 - a plugin's import may fail in any way; nothing of it is swallowed
+            except Exception as error:  # noqa: BLE001 - a plugin's import may fail in any way; nothing of it is swallowed
                 sys.modules.pop(self.module, None)
                 for key in set(_entries) - before:
                     del _entries[key]  # a half-imported file leaves nothing behind
                 raise BrokenPlugin(
                     f"{self.kind} plugin '{self.name}' ({self.path or self.module}) cannot be imported:\n"
-                    f"{traceback.format_exc()}"
+                    f"{_own_traceback(error, self.path)}"
                 ) from None
             _check_contract(self, cls)
             self.cls = cls
@@ -131,12 +133,13 @@ class Entry:
                     f"{self.kind} plugin '{self.name}' has no option '{name}'.{hint}\n"
                     f"Available: {', '.join(names) or 'none, it takes no options'}."
                 )
-        return from_plain(self.options, given, self.kind)
+        return from_plain(self.options, given, OPTIONS_OF.get(self.kind, self.kind))
 
 
 _entries: dict[tuple[str, str], Entry] = {}
 _seen_roots: set[Path] = set()
 _user_roots: list[Path] = []
+_unparsed: dict[Path, str] = {}  # files that speak of `register` and do not parse: file -> the error
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
@@ -197,6 +200,18 @@ def get(kind: str, name: str) -> Entry:
     return _entries[kind, name]
 
 
+def unparsed() -> list[str]:
+    """A line for each plugin file that cannot be parsed: where, why, and the plugins that it would have held."""
+    lines = []
+    for path, error in _unparsed.items():
+        *where, why = error.strip().splitlines()
+        number = re.search(r", line (\d+)", where[0] if where else "")
+        held = [f"{e.kind}.{e.name}" for e in entries() if e.path == path]
+        place = f"{path}, line {number[1]}" if number else str(path)
+        lines.append(f"{place} cannot be parsed ({why}): {', '.join(held) or 'what plugins it has'} cannot be used.")
+    return lines
+
+
 def conf_paths() -> list[str]:
     """Where the user's folders and installed packages keep configuration, in the form of Hydra's search path."""
     paths = [f"file://{root / 'conf'}" for root in _user_roots if (root / "conf").is_dir()]
@@ -230,6 +245,10 @@ def _scan(root: Path, package: str, source: str) -> None:
             continue
         module = ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
         for found in read_plugins(path, set(CONTRACTS.values())):
+            if found.broken:
+                _unparsed[path] = found.broken
+            if not found.name:
+                continue
             _check_label(found.kind, found.name, str(path))
             entry = _entry(found, module, path, source)
             known = added.get((entry.kind, entry.name)) or _entries.get((entry.kind, entry.name))
@@ -294,6 +313,22 @@ def _check_label(kind: str, name: str, where: str) -> None:
         raise UserError(f"{where}: {error}")
     if name == RESERVED or not name.replace("_", "").replace("-", "").isalnum():
         raise UserError(f"{where}: '{name}' cannot name a plugin: letters, digits, - and _ only, and '{RESERVED}' is taken.")
+
+
+def _own_traceback(error: BaseException, path: Path | None) -> str:
+    """The traceback of a plugin's import, without the frames of the import machinery and of lab."""
+    told = traceback.TracebackException.from_exception(error)
+    chain: list[traceback.TracebackException | None] = [told]
+    while chain:
+        part = chain.pop()
+        if part is not None:
+            part.stack[:] = [f for f in part.stack if f.filename == str(path) or not _is_ours(f.filename)]
+            chain += [part.__cause__, part.__context__]
+    return "".join(told.format())
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith("<frozen ") or LAB_DIR in Path(file).parents or file == importlib.__file__
 
 
 def _check_contract(entry: Entry, cls: type) -> None:

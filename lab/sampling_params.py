@@ -21,7 +21,9 @@ class SamplingParams:
 
     Order in which they act on the logits: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition, frequency and
     presence penalty, temperature, top_k, top_p (over what top_k left, renormalised), min_p (relative to the most likely
-    token, after temperature). Log-probabilities are those of the unchanged logits.
+    token, after temperature). Log-probabilities are those of the unchanged logits; `logprobs` and `prompt_logprobs` ask for
+    those of so many most likely tokens beside the one that is there: 0 to 1024 (MAX_LOGPROBS), and no more than the
+    vocabulary has.
 
     Raises UserError naming the field for a value out of range; `check` adds the limits that depend on the model.
     """
@@ -43,8 +45,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the context limit
     min_tokens: int = 0
-    logprobs: int | None = None  # so many alternatives beside the chosen token
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # so many alternatives beside the chosen token, 1024 at most
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     seed: int | None = None
     skip_special_tokens: bool = True
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # written by the front, which has the tokenizer

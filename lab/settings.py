@@ -57,6 +57,7 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     policy: str = "fcfs"
+    policy_options: dict[str, Any] = field(default_factory=dict)
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True

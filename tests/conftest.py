@@ -17,4 +17,5 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_entries", {})
     monkeypatch.setattr(registry, "_seen_roots", set())
     monkeypatch.setattr(registry, "_user_roots", [])
+    monkeypatch.setattr(registry, "_unparsed", {})
     return registry

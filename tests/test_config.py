@@ -114,7 +114,9 @@ class TestSpellings:
     @pytest.mark.parametrize("plus", ["", "+", "++"])
     def test_open_settings(self, plus):
         settings = compose([f"{plus}sampling.temperature=0.5", f"{plus}sampling.stop=[a,b]", f"{plus}goodput.ttft=5"])
-        assert settings.sampling == {"temperature": 0.5, "max_tokens": 128, "stop": ["a", "b"]} and settings.goodput == {"ttft": 5.0}
+        assert settings.sampling == {"temperature": 0.5, "max_tokens": 128, "stop": ["a", "b"]} and settings.goodput == {
+            "ttft": 5.0
+        }
 
     @pytest.mark.parametrize("plus", ["", "+", "++"])
     def test_the_model_group_and_a_path_over_it(self, plus):
@@ -130,7 +132,11 @@ class TestSpellings:
         assert compose(["seed=1", "seed=2"]).seed == 2
 
     def test_a_whole_mapping_and_a_removal(self):
-        assert compose(["sampling={temperature: 0, stop: [x]}"]).sampling == {"temperature": 0, "max_tokens": 128, "stop": ["x"]}
+        assert compose(["sampling={temperature: 0, stop: [x]}"]).sampling == {
+            "temperature": 0,
+            "max_tokens": 128,
+            "stop": ["x"],
+        }
         assert compose(["~cache.block_size"]).cache.block_size == Settings().cache.block_size
 
     def test_hydras_own_names_are_left_alone(self):
@@ -160,6 +166,11 @@ class TestMistakes:
                 ["workload=random", "workload.input.men=3"],
                 "no setting 'workload.input.men'. Did you mean 'workload.input.mean'?",
             ),
+            (
+                ["scheduler.policy_options.x=1"],
+                "policy plugin 'fcfs' has no option 'x'.\nAvailable: none, it takes no options.",
+            ),
+            (["scheduler.policy_options=3"], "scheduler.policy_options must be a mapping; got 3."),
             (["quant.bits=4"], "quant.bits is set, but no quant plugin is named: add +quant=NAME."),
             (["cache.block_size=abc"], "cache.block_size must be a whole number; got 'abc'."),
             (["cache.block_size=true"], "cache.block_size must be a whole number; got true."),
@@ -173,6 +184,10 @@ class TestMistakes:
             (["attention={name: sdpa}"], "attention takes a name; give the rest one by one: attention.NAME=VALUE."),
             (["tracking.wandb.name=12"], "tracking.wandb.name must be text or null; got 12. To give it as text, quote"),
             (["seed"], "'seed' is no override: give NAME=VALUE."),
+            (
+                ["sampling.stop=\N{PARTY POPPER}"],
+                "cannot read 'sampling.stop=\N{PARTY POPPER}'.\nA value with spaces or special",
+            ),
             (["sampling.stop=[a"], "cannot read 'sampling.stop=[a':"),
             (["hydra.run.dr=x"], "the settings cannot be composed: Could not override 'hydra.run.dr'."),
         ],
@@ -241,6 +256,22 @@ class TestUsersFolders:
         with pytest.raises(UserError, match="(?s)'split_wid'. Did you mean 'split_wide'.*Available: auto, eager, sdpa, split"):
             compose(["attention=split_wid"])
 
+    @pytest.mark.parametrize("plus", ["", "+", "++"])
+    def test_options_of_a_policy(self, own_registry, tmp_path, plus):
+        plugin_files.policy(tmp_path, "shortest")
+        own_registry.discover([tmp_path])
+        settings = compose(["scheduler.policy=shortest", f"{plus}scheduler.policy_options.weight=2"])
+        assert settings.scheduler.policy_options == {"weight": 2}
+        plain = to_plain(settings)
+        assert plain["scheduler"]["policy_options"] == {"weight": 2.0, "tags": []}
+        assert to_plain(to_settings(plain)) == plain
+        for given, message in (
+            ("wieght=2", "Did you mean 'weight'"),
+            ("weight=x", r"scheduler\.policy_options\.weight must be"),
+        ):
+            with pytest.raises(UserError, match=message):
+                compose(["scheduler.policy=shortest", f"scheduler.policy_options.{given}"])
+
     def test_an_option_without_a_name_says_which_plugins_have_it(self, own_registry, tmp_path):
         plugin_files.attention(tmp_path, "split")
         own_registry.discover([tmp_path])
@@ -299,6 +330,11 @@ class TestSweeps:
         found = [(s.attention.name, s.cache.block_size, s.seed) for s in map(compose, plan.points)]
         assert found == [("eager", 8, 3), ("eager", 16, 3), ("sdpa", 8, 3), ("sdpa", 16, 3)]
         assert plan.swept == ["+attention", "cache.block_size"]
+
+    def test_only_what_varies_is_swept(self):
+        plan = plan_sweep(["cache.block_size=8", "seed=3", "hydra.job.name=x"], multirun=True)
+        assert len(plan.points) == 1 and plan.swept == []
+        assert compose(plan.points[0]).cache.block_size == 8
 
     @pytest.mark.parametrize(
         ("override", "values"),

@@ -151,6 +151,15 @@ class TestBroken:
         with pytest.raises(registry.BrokenPlugin, match="(?s)moe plugin 'crooked'.*line 2.*SyntaxError") as error:
             entry.load()
         assert str(path) in str(error.value)
+        (line,) = own_registry.unparsed()
+        assert line.startswith(f"{path}, line 2 cannot be parsed (SyntaxError:") and "moe.crooked cannot be used" in line
+
+    def test_a_file_that_does_not_parse_is_told_even_when_it_names_no_plugin(self, own_registry, tmp_path):
+        (tmp_path / "cut.py").write_text('@register("policy",\n')
+        (tmp_path / "notes.py").write_text("of another kind (\n")
+        own_registry.discover([tmp_path])
+        (line,) = own_registry.unparsed()
+        assert line.startswith(f"{tmp_path / 'cut.py'}, line 1 cannot be parsed (SyntaxError:")
 
     def test_an_import_raises_its_own_traceback_each_time(self, own_registry, tmp_path):
         path = plugin_files.broken_import(tmp_path, "lost")
@@ -161,6 +170,18 @@ class TestBroken:
             with pytest.raises(registry.BrokenPlugin, match="(?s)Traceback.*no_such_package_anywhere") as error:
                 entry.load()
             assert str(path) in str(error.value)
+
+    def test_the_traceback_is_the_plugins_own(self, own_registry, tmp_path):
+        plugin_files.policy(tmp_path, "lost", file="lost.py")
+        text = (tmp_path / "lost.py").read_text()
+        (tmp_path / "lost.py").write_text(f"from . import _helper\n{text}")
+        (tmp_path / "_helper.py").write_text("try:\n    1 / 0\nexcept ZeroDivisionError:\n    import no_such_package\n")
+        own_registry.discover([tmp_path])
+        with pytest.raises(registry.BrokenPlugin) as error:
+            own_registry.get("policy", "lost").load()
+        files = [line.split('"')[1] for line in str(error.value).splitlines() if line.startswith("  File ")]
+        assert files == [str(tmp_path / name) for name in ("_helper.py", "lost.py", "_helper.py")]
+        assert "ZeroDivisionError" in str(error.value) and "no_such_package" in str(error.value)
 
     def test_a_file_that_fails_half_way_leaves_nothing_registered(self, own_registry, tmp_path):
         path = plugin_files.policy(tmp_path, "half")

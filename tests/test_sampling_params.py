@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lab.errors import UserError
-from lab.sampling_params import SamplingParams
+from lab.sampling_params import MAX_LOGPROBS, SamplingParams
 
 BAD_VALUES = [
     ("n", 0),
@@ -129,3 +129,11 @@ def test_from_mapping_keeps_the_base_where_nothing_is_said():
 def test_the_package_is_imported_without_torch():
     code = "import sys, lab; lab.SamplingParams(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_the_most_logprobs_are_those_that_the_docstring_says(name):
+    assert f"0 to {MAX_LOGPROBS} " in SamplingParams.__doc__
+    assert getattr(SamplingParams(**{name: MAX_LOGPROBS}), name) == MAX_LOGPROBS
+    with pytest.raises(UserError, match=f"{name} must be from 0 to {MAX_LOGPROBS}"):
+        SamplingParams(**{name: MAX_LOGPROBS + 1})

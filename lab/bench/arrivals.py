@@ -1,8 +1,10 @@
 """When the requests of a workload arrive: open loop, so the times never depend on how fast the engine is. Torch-free."""
 
+import math
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from lab.contracts.workload import WorkItem
 from lab.errors import UserError
@@ -59,3 +61,25 @@ def arrange(items: list[WorkItem], options: ArrivalOptions, seed: int) -> list[W
         times = arrival_times(options, len(items), seed)
         return [replace(item, arrival_s=time) for item, time in zip(items, times, strict=True)]
     return sorted(items, key=lambda item: item.arrival_s)
+
+
+def checked_items(items: Any, name: str) -> list[WorkItem]:
+    """What the workload plugin `name` made, held to its contract. Raises UserError naming the plugin and the request."""
+    if not isinstance(items, list):
+        raise UserError(f"workload '{name}' must make a list of requests, got {type(items).__name__}.")
+    if not items:
+        raise UserError(f"workload '{name}' made no requests: its list is empty.")
+    before_s = 0.0
+    for number, item in enumerate(items):
+        if not isinstance(item, WorkItem):
+            raise UserError(f"workload '{name}': request {number} must be a WorkItem, got {type(item).__name__}.")
+        at_s = item.arrival_s
+        if not isinstance(at_s, Real) or isinstance(at_s, bool) or not math.isfinite(at_s) or at_s < 0:
+            raise UserError(f"workload '{name}': arrival_s of request {number} must be a time from 0 on, got {at_s!r}.")
+        if at_s < before_s:
+            raise UserError(
+                f"workload '{name}': request {number} arrives at {at_s:g} s, before request {number - 1} ({before_s:g} s): "
+                "a workload's requests must be in order of arrival."
+            )
+        before_s = at_s
+    return items

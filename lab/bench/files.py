@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,8 @@ def write_json(path: Path, data: Any) -> None:
         part.write_text(json.dumps(data, indent=2, default=_plain) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
+        with suppress(OSError):  # what is left of it says nothing
+            part.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}.") from None
 
 

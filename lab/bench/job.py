@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.bench.arrivals import checked_items
 from lab.bench.files import RunLog, write_json
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
@@ -45,6 +46,15 @@ class _Job:
     progress: ProgressView
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """What a run came to. `error` is the mistake, or the full disk, that is to be told after its results."""
+
+    exit_code: int
+    metrics: dict[str, Any]
+    error: UserError | None
+
+
 def run_job(
     settings: Settings,
     folder: Path,
@@ -63,7 +73,7 @@ def run_job(
 
     Returns:
         The exit code. 0: done; some requests may have been refused, which metrics.json counts as failed. 1: a step failed,
-        and with it the requests that it served. 130: Ctrl-C; what had ended by then is in the files.
+        and with it the requests that it served. 130: Ctrl-C; what was done by then is in the files.
 
     Raises:
         UserError: what the settings or the workload get wrong; every request was refused; a disk that takes no more.
@@ -74,10 +84,13 @@ def run_job(
         stack, workload = _load(settings, clock)
         with closing(stack.engine):
             job = _prepare(settings, folder, config, stack, workload, begin_s)
-            exit_code, metrics = _run(job, folder, sleep)
+            ending = _run(job, folder, sleep)
+        exit_code, metrics = ending.exit_code, ending.metrics
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
         print(f"\nrun folder: {folder}", file=screen)
+        if ending.error is not None:
+            raise ending.error
         if as_json:
             print(json.dumps({"folder": str(folder), **metrics}))
         if exit_code == USER_ERROR:
@@ -104,12 +117,13 @@ def _prepare(
     """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
     engine = stack.engine
     resolved, maker = workload
-    planned = plan(maker.items(_model_facts(stack)), stack.frontend, stack.frontend.defaults)
+    items = checked_items(maker.items(_model_facts(stack)), resolved.entry.name)
+    planned = plan(items, stack.frontend, stack.frontend.defaults)
     startup_s = {**engine.startup_s, "total": time.perf_counter() - begin_s}
     records = {**engine.records, "workload": resolved.record}
     write_json(folder / "resolved.json", records)
     write_json(folder / "env.json", describe(engine.facts.device))
-    device = measure_device(engine.facts.device, log=log.info)
+    device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
     sinks = _sinks(settings)
     limits = floors(engine.model_config, engine.facts.dtype, device)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
@@ -118,30 +132,37 @@ def _prepare(
     return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)))
 
 
-def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> tuple[int, dict[str, Any]]:
-    """Send, step, record; whatever ends it, metrics.json is written of what was done. Returns exit code and metrics."""
-    recorder, exit_code = job.recorder, FAULT
+def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
+    """Send, step, record; whatever ends it, metrics.json is written of what was done."""
+    recorder, exit_code, error = job.recorder, FAULT, None
     try:
         with gentle_interrupt() as interrupt, closing(job.progress):
             sender = Sender(job.stack, job.planned, recorder, lambda: interrupt.wanted, sleep, job.progress.update)
             recorder.start(job.stack.engine.clock())
             sender.run(recorder.start_s)
         exit_code = INTERRUPTED if interrupt.wanted and recorder.num_ended < len(job.planned) else _exit_code(recorder)
-    except UserError:
-        exit_code = USER_ERROR
-        raise
+    except UserError as mistake:
+        exit_code, error = USER_ERROR, mistake
     except KeyboardInterrupt:
         exit_code = INTERRUPTED
     finally:
+        recorder.close()
         metrics = recorder.metrics()
         if exit_code == INTERRUPTED:
             log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
             metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
         try:
-            write_json(folder / "metrics.json", metrics)
-        finally:
-            job.sinks.finish(metrics, exit_code)
-    return exit_code, metrics
+            _keep(job, folder, metrics, exit_code)
+        except UserError as mistake:
+            exit_code, error = USER_ERROR, error or mistake
+    return _Ending(exit_code, metrics, error)
+
+
+def _keep(job: _Job, folder: Path, metrics: dict[str, Any], exit_code: int) -> None:
+    try:
+        write_json(folder / "metrics.json", metrics)
+    finally:
+        job.sinks.finish(metrics, exit_code)
 
 
 def _exit_code(recorder: Recorder) -> int:

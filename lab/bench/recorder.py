@@ -59,7 +59,7 @@ class Recorder:
         floors: what the model could reach on this device.
     """
 
-    NUM_SHOWN = 3
+    NUM_SHOWN = 3  # of the outputs, and of the refusals
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Recorder:
         self.drafts = DraftTotals()
         self.shown: list[tuple[Planned, RequestOutput]] = []  # of the first requests, as they end
         self.first_refusal: str | None = None
+        self.num_refused = 0
         self.num_faults = 0  # requests that ended because a step failed
         self.start_s = 0.0  # on the engine's clock; set when the run starts
         self.last_s = 0.0  # the end of the last request so far
@@ -96,7 +97,9 @@ class Recorder:
         prompt_tokens = len(planned.submission.prompt_ids) if planned.submission is not None else None
         if self.first_refusal is None:
             self.first_refusal = error
-        log.warning("request %s was refused: %s", planned.id, error)
+        self.num_refused += 1
+        if self.num_refused <= self.NUM_SHOWN:
+            log.warning("request %s was refused: %s", planned.id, error)
         self._take([refused_line(planned.id, planned.item.arrival_s, error, prompt_tokens)])
 
     def updates(self, updates: Sequence[Update]) -> None:
@@ -108,14 +111,31 @@ class Recorder:
         self.num_faults += output.error is not None
         if planned.number < self.NUM_SHOWN and output.error is None:
             self.shown.append((planned, output))
+        self._take(self._lines(output, planned))
+
+    def aborted(self, generation: Generation, planned: Planned) -> None:
+        """The run ends before this request does: what it had is kept."""
+        lines = self._lines(generation.output(), planned)
+        self.requests.add_unfinished(lines)
+        self._write(lines)
+
+    def close(self) -> None:
+        """Say at the end what was not said for every request."""
+        if self.num_refused > self.NUM_SHOWN:
+            log.warning("and %d more were refused, see requests.jsonl", self.num_refused - self.NUM_SHOWN)
+
+    def _lines(self, output: RequestOutput, planned: Planned) -> list[dict[str, Any]]:
         self.last_s = self._engine.clock()
         lines = request_lines(output, self.start_s)
         if planned.item.reference is not None:
             lines[0]["reference"] = planned.item.reference
-        self._take(lines)
+        return lines
 
     def _take(self, lines: list[dict[str, Any]]) -> None:
         self.requests.add(lines)
+        self._write(lines)
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             self._sinks.request(line)
 
@@ -143,12 +163,20 @@ class Recorder:
         }
         dispatch = {mode: self.steps.dispatch[mode] for mode in ("none", "piecewise", "full")}
         found["compile"] = {**self._engine.compile_metrics, "dispatch": dispatch}
-        found["memory"] = {"peak_rss_bytes": peak_rss_bytes(), "weights_bytes": facts.weights_bytes}
+        found["memory"] = {
+            "peak_rss_bytes": peak_rss_bytes(),
+            "weights_bytes": facts.weights_bytes,  # as they lie in memory: packed, perhaps twice
+            "parameter_bytes": self._floors.weights_bytes,
+        }
         if facts.device != "cpu":
             found["memory"]["peak_device_bytes"] = peak_device_bytes()
         found["roofline"] = {
             "bandwidth_gb_s": self._device.bandwidth / 1e9,
             "peak_gflop_s": self._floors.peak_flops / 1e9,
+            "threads": self._device.threads,
+            "measured": self._device.measured,
+            "quiet": self._device.quiet,
+            "busy_share": self._device.busy_share,
             **self.steps.decode_metrics(),
         }
         if found["roofline"].get("floor_ratio", 1.0) < 1.0:

@@ -38,6 +38,8 @@ class Listener(Protocol):
 
     def finished(self, generation: Generation, planned: Planned) -> None: ...
 
+    def aborted(self, generation: Generation, planned: Planned) -> None: ...
+
 
 def plan(items: Sequence[WorkItem], frontend: Frontend, defaults: SamplingParams) -> list[Planned]:
     """Check and tokenise every request before the clock starts.
@@ -116,6 +118,7 @@ class Sender:
                 return
         for generation in outputs.active:
             outputs.abort(generation)
+            self._listener.aborted(generation, self._running.pop(generation.id))
 
     def _send_due(self, start_s: float) -> None:
         """Hand over the requests whose time has come.
@@ -141,7 +144,10 @@ class Sender:
         try:
             self._stack.outputs.submit(planned.submission)
         except UserError as error:
-            return str(error)
+            message = str(error)
+            for request in planned.submission.requests:  # whoever shows it says which request it was
+                message = message.removeprefix(f"request {request.id}: ")
+            return message
         self._running[planned.id] = planned
         return None
 

@@ -1,7 +1,8 @@
 """Contract checks of every kind of plugin: `lab check` runs them on one plugin, tests/contracts on all of them.
 
 lab/checks/KIND.py holds functions `check_*(entry, options)`: the first line of the docstring says what one proves, and it
-raises CheckFailed with a reason that the plugin's author can act on.
+raises CheckFailed with a reason that the plugin's author can act on, or NotDeclared when it asks for what the plugin does
+not claim to do.
 """
 
 import importlib
@@ -24,14 +25,19 @@ class CheckFailed(AssertionError):
     """A plugin breaks its contract; the message says how, in words its author can act on."""
 
 
+class NotDeclared(Exception):  # noqa: N818 - no error
+    """The plugin does not declare what the check is about, so there is nothing to judge; the message says what."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check found. `reason` is empty when the plugin passed."""
+    """What one check found. `reason` is empty when the plugin passed; `not_declared` says what there was not to judge."""
 
     name: str
     proves: str
     reason: str
     seconds: float
+    not_declared: str = ""
 
     @property
     def ok(self) -> bool:
@@ -51,14 +57,21 @@ def run_checks(entry: "Entry", options: Any) -> Iterator[CheckResult]:
     for name, check in vars(module).items():
         if name.startswith("check_") and callable(check):
             start = time.perf_counter()
-            reason = _reason(check, entry, options)
+            reason, not_declared = "", ""
+            try:
+                reason = _reason(check, entry, options)
+            except NotDeclared as what:
+                not_declared = str(what)
             proves = (check.__doc__ or "").strip().split("\n")[0].removesuffix(".")
-            yield CheckResult(name.removeprefix("check_"), proves, reason, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            yield CheckResult(name.removeprefix("check_"), proves, reason, seconds, not_declared)
 
 
 def _reason(check: Any, entry: "Entry", options: Any) -> str:
     try:
         check(entry, options)
+    except NotDeclared:
+        raise
     except CheckFailed as failure:
         return str(failure) or "failed without a reason"
     except Exception:  # noqa: BLE001 - whatever a plugin raises under a check is a finding about the plugin

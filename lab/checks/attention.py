@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.checks import CheckFailed
+from lab.checks import CheckFailed, NotDeclared
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.registry import Entry
 from lab.runner.batch import Batch, BatchBuilder, Share
@@ -87,16 +87,16 @@ def check_padding(entry: Entry, options: Any) -> None:
 
 def check_sliding_window(entry: Entry, options: Any) -> None:
     """If declared: a token sees itself and the window - 1 tokens before it, across block edges."""
-    if "sliding_window" in entry.capabilities.features:
-        for window in (1, 16, 50, 10_000):
-            rows = ((200, 1), (0, 90), (60, 40), (10, 3))
-            _compare(entry, options, Case(rows, head_dim=_dim(entry), sliding_window=window))
+    _ask_for(entry, "sliding_window")
+    for window in (1, 16, 50, 10_000):
+        rows = ((200, 1), (0, 90), (60, 40), (10, 3))
+        _compare(entry, options, Case(rows, head_dim=_dim(entry), sliding_window=window))
 
 
 def check_softcap(entry: Entry, options: Any) -> None:
     """If declared: scores are capped as cap * tanh(score / cap) before the mask."""
-    if "softcap" in entry.capabilities.features:
-        _compare(entry, options, Case(((200, 1), (0, 40), (30, 20)), head_dim=_dim(entry), softcap=2.0))
+    _ask_for(entry, "softcap")
+    _compare(entry, options, Case(((200, 1), (0, 40), (30, 20)), head_dim=_dim(entry), softcap=2.0))
 
 
 def check_export_and_load(entry: Entry, options: Any) -> None:
@@ -138,9 +138,15 @@ def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
 
 def check_plan_reuse(entry: Entry, options: Any) -> None:
     """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
-    if entry.capabilities.graph != "never":
-        first = Case(((40, 1), (90, 1), (10, 1)), head_dim=_dim(entry))
-        _compare(entry, options, replace(first, rows=((55, 1), (30, 1), (91, 1))), reuse_of=first)
+    if entry.capabilities.graph == "never":
+        raise NotDeclared("graph=never")
+    first = Case(((40, 1), (90, 1), (10, 1)), head_dim=_dim(entry))
+    _compare(entry, options, replace(first, rows=((55, 1), (30, 1), (91, 1))), reuse_of=first)
+
+
+def _ask_for(entry: Entry, feature: str) -> None:
+    if feature not in entry.capabilities.features:
+        raise NotDeclared(f"no feature {feature}")
 
 
 def _devices(entry: Entry) -> list[torch.device]:

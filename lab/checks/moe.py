@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from lab.checks import CheckFailed
+from lab.checks import CheckFailed, NotDeclared
 from lab.errors import UserError
 from lab.registry import Entry
 
@@ -30,7 +30,7 @@ def check_declares_what_it_does(entry: Entry, options: Any) -> None:
 def check_experts(entry: Entry, options: Any) -> None:
     """The gated sum over a token's experts, for 0 to 33 tokens, 1 to 4 experts a token and every declared dtype."""
     if not _runs_experts(entry):
-        return
+        raise NotDeclared("no feature moe")
     declared = entry.capabilities.dtypes or frozenset(DTYPES)
     for dtype in (dtype for name, dtype in DTYPES.items() if name in declared):
         for num_tokens, num_experts, active in ((1, 4, 1), (5, 8, 2), (33, 8, 4), (0, 4, 2)):
@@ -40,7 +40,7 @@ def check_experts(entry: Entry, options: Any) -> None:
 def check_experts_elsewhere(entry: Entry, options: Any) -> None:
     """An expert with id -1 is not on this rank and adds nothing, even when its gate is not zero."""
     if not _runs_experts(entry):
-        return
+        raise NotDeclared("no feature moe")
     _compare(entry, options, 7, 4, 2, torch.float32, drop=True)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.checks import CheckFailed
+from lab.checks import CheckFailed, NotDeclared
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.registry import Entry
 
@@ -80,7 +80,7 @@ def check_probabilities(entry: Entry, options: Any) -> None:
     """When distributions are given, each draft has its own, it sums to one, and the draft is possible under it."""
     draft = _proposer(entry, options).propose(_view(_texts()))
     if draft.probs_RSV is None:
-        return
+        raise NotDeclared("its drafts have no probs_RSV")
     probs_RSV = draft.probs_RSV.double().cpu()
     most = max(len(token_ids) for token_ids in draft.token_ids)
     if probs_RSV.dim() != 3 or len(probs_RSV) != len(draft.token_ids) or probs_RSV.shape[1] < most:

@@ -9,7 +9,6 @@ from lab import registry
 from lab.cli.arguments import Arguments
 from lab.cli.machine import unusable
 from lab.cli.table import print_table
-from lab.config import PLUGIN_GROUPS
 from lab.errors import UserError
 from lab.plugin_source import field_docs
 from lab.registry import BrokenPlugin, Entry
@@ -26,8 +25,14 @@ def plugins(arguments: Arguments) -> int:
         for entry in chosen:
             _print_entry(entry)
     else:
-        rows = [(e.kind, e.name, "; ".join(unusable(e)) or "yes", e.source, e.doc) for e in chosen]
+        reasons = {f"{e.kind}.{e.name}": unusable(e) for e in chosen}
+        rows = [(e.kind, e.name, "no" if reasons[f"{e.kind}.{e.name}"] else "yes", e.source, e.doc) for e in chosen]
         print_table(("kind", "name", "usable here", "from", ""), rows)
+        if any(reasons.values()):
+            print("\nNot usable here:")
+        for name, why in reasons.items():
+            if why:
+                print(f"  {name}: {'; '.join(why)}")
         print("\n`lab plugins KIND` and `lab plugins KIND.NAME` show options and capabilities.")
     return 0
 
@@ -105,7 +110,7 @@ def _print_entry(entry: Entry) -> None:
     if not options:
         print("  options: none\n")
         return
-    group = f"{entry.kind}." if entry.kind in PLUGIN_GROUPS else ""  # the others are not chosen by a group of their name
+    group = f"{registry.OPTIONS_OF[entry.kind]}." if entry.kind in registry.OPTIONS_OF else ""  # a sink takes none in a run
     print("  options:")
     for name, wanted, default, doc in options:
         print(f"    {group}{name}={default}  # {wanted}{': ' + doc if doc else ''}")

@@ -1,6 +1,7 @@
 """`lab run`: one run in this process, or a sweep of runs in processes of their own."""
 
 import importlib
+import sys
 
 from lab import registry
 from lab.cli.arguments import Arguments
@@ -15,6 +16,7 @@ def run(arguments: Arguments) -> int:
     overrides = named(arguments.overrides)
     plan = plan_sweep(overrides, arguments.config_dirs, multirun=arguments.multirun)
     if plan is not None:
+        _warn()
         from lab.cli.sweep import run_sweep
 
         return run_sweep(plan, arguments)
@@ -22,6 +24,7 @@ def run(arguments: Arguments) -> int:
     if arguments.print_config:
         print(to_yaml(composed.settings), end="")
         return 0
+    _warn()
     is_named = any(text.lstrip("+").startswith("hydra.run.dir=") for text in overrides)
     folder = named_folder(composed.run_dir) if is_named else new_folder(composed.run_dir)
     try:
@@ -33,6 +36,12 @@ def run(arguments: Arguments) -> int:
         raise UserError(f"cannot write {folder / 'config.yaml'}: {error.strerror}.") from None
     job = importlib.import_module("lab.bench.job")  # brings torch, which an answer to a typo must not wait for
     return job.run_job(composed.settings, folder, config=to_plain(composed.settings), as_json=arguments.json)
+
+
+def _warn() -> None:
+    """Of plugin files that cannot be parsed: none of them was chosen, but their author should know."""
+    for line in registry.unparsed():
+        print(f"lab: warning: {line}", file=sys.stderr)
 
 
 def named(overrides: list[str]) -> list[str]:

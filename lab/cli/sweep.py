@@ -140,7 +140,7 @@ class Sweep:
                 raise UserError(f"cannot write {self.folder / name}: {error.strerror}.") from None
 
     def _run_point(self, point: Point, refused: str | None) -> None:
-        print(f"[{point.number}/{len(self.points)}] {_label(point)} ... ", end="", file=self.out, flush=True)
+        print(" ".join([f"[{point.number}/{len(self.points)}]", *_label(point), "... "]), end="", file=self.out, flush=True)
         log = point.folder / "console.txt"
         start = time.monotonic()
         point.status = "running"
@@ -282,8 +282,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _label(point: Point) -> str:
-    return " ".join(f"{name}={value}" for name, value in point.params.items())
+def _label(point: Point) -> list[str]:
+    return [f"{name}={value}" for name, value in point.params.items()]
 
 
 def _outcome(point: Point) -> str:

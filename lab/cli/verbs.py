@@ -100,10 +100,12 @@ Kinds: attention, spec, quant, moe, policy, sink, workload.
             "check",
             "Judge a plugin by the contract of its kind.",
             "lab.cli.check:check",
-            "check +KIND=NAME [KIND.OPTION=VALUE ...] [flags]",
+            "check KIND=NAME [KIND.OPTION=VALUE ...] [flags]",
             """
 Runs every contract test of the kind on that plugin, one line each, and ends with a verdict:
-  lab check +attention=mine --plugins=my_plugins
+  lab check attention=mine --plugins=my_plugins
++KIND=NAME, KIND.NAME and scheduler.policy=NAME are understood as well. A check of something that the plugin does not
+declare is not made, and says `not declared`.
 
 Exit code: 0 when the plugin keeps its contract, 1 when a check failed, 2 when there is no such plugin or option.
 """,

@@ -154,7 +154,7 @@ def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.devic
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
         "spec": resolve("spec", settings.spec, Needs(device=device.type)),
-        "policy": resolve("policy", PluginChoice(settings.scheduler.policy), Needs()),
+        "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 
 

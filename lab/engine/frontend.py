@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from lab.engine.engine import Engine
-from lab.engine.tokenizer import encode, encode_chat, word_ids
+from lab.engine.tokenizer import check_text, encode, encode_chat, word_ids
 from lab.errors import UserError, unknown
 from lab.sampling_params import SamplingParams
 from lab.types import Request
@@ -126,6 +126,7 @@ class Frontend:
         text = given["prompt"]
         if not isinstance(text, str):
             raise UserError(f"prompt must be a string, got {type(text).__name__}; token ids go into prompt_token_ids.")
+        check_text(text, "the prompt")
         return text, encode(self.tokenizer, text, add_special_tokens=True)
 
     def _checked_ids(self, given: Any) -> list[int]:
@@ -150,6 +151,9 @@ class Frontend:
     def _engine_params(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """The parameters of one sample: what needs the tokenizer or the context limit is settled."""
         params.check(self._vocab_size)
+        for name in ("stop", "bad_words"):
+            for i, text in enumerate(getattr(params, name)):
+                check_text(text, f"sampling: {name}[{i}]")
         if params.stop and self.tokenizer is None:
             raise UserError("sampling: stop needs a tokenizer, and this model has none; use stop_token_ids.")
         room = self._max_model_len - num_prompt
@@ -180,6 +184,7 @@ def _extras(given: Mapping[str, Any]) -> tuple[int, str | None, float | None]:
         raise UserError(f"priority must be a whole number, got {priority!r}.")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise UserError(f"cache_salt must be a string that is not empty, got {cache_salt!r}.")
+    check_text(cache_salt or "", "cache_salt")
     if arrival_s is None:
         return int(priority), cache_salt, None
     if not isinstance(arrival_s, Real) or isinstance(arrival_s, bool) or not math.isfinite(arrival_s):

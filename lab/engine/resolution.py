@@ -34,7 +34,7 @@ def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
         if entry.broken:
             verdicts.append(Verdict(entry.name, ("its file is broken",)))
         elif choice.name not in ("auto", entry.name) and entry.static_capabilities is None:
-            verdicts.append(Verdict(entry.name, ("not looked at: it would have to be imported",)))
+            verdicts.append(Verdict(entry.name, ("not chosen",)))
         else:
             verdicts.append(Verdict(entry.name, tuple(unmet(entry.capabilities, needs)), entry.capabilities.priority))
     if choice.name != "auto" and registry.get(kind, choice.name).broken:

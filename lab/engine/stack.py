@@ -45,6 +45,8 @@ def settings_for(
     The model's path does not pass through Hydra's grammar, so that a folder may have any name. Raises UserError when two of
     them speak of the same thing.
     """
+    if isinstance(overrides, str):
+        raise UserError(f"overrides must be a list of texts: overrides=[{overrides!r}].")
     if settings is not None:
         given = {"model": model, **plugins, "overrides": list(overrides) or None}
         clashing = [name for name, value in given.items() if value is not None]

@@ -29,6 +29,16 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def check_text(text: str, where: str) -> None:
+    """Refuse half a surrogate pair, which JSON can write and no UTF-8 can. Raises UserError naming `where` it is."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} is not text: its character {error.start} is {text[error.start]!r}, half of a surrogate pair."
+        ) from None
+
+
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """The token ids of `text`. Raises UserError for a character that the vocabulary cannot spell."""
     try:
@@ -51,11 +61,25 @@ def encode_chat(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise UserError(f"messages[{i}] must be {{'role': ..., 'content': ...}}, got {_shortened(message)}.")
+        _check_texts(message, f"messages[{i}]")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise UserError(f"the model's chat template refuses these messages: {error}") from None
+    check_text(text, "what the chat template made of the messages")
     return encode(tokenizer, text, add_special_tokens=False)  # the template has written the special tokens
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """`check_text` for each text in a message, whose content may be a list of parts."""
+    if isinstance(value, str):
+        check_text(value, where)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_texts(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            _check_texts(inner, f"{where}[{i}]")
 
 
 def word_ids(tokenizer: Any, word: str) -> list[tuple[int, ...]]:

@@ -5,8 +5,10 @@ On a CPU both go through oneDNN's prepacked linear, the fastest path torch has: 
 quarter slower than a matrix-vector product does, and would set the floor too low.
 """
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,22 +17,31 @@ STREAM_BYTES = (256 << 20, 1 << 30)  # read per repetition: at least, at most
 GEMM_TOKENS = 512
 GEMM_WIDTH = 1536
 PROBE_SECONDS = 0.4
+LEAST_REPETITIONS = 3
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def best_seconds(work: Callable[[], object], synchronize: Callable[[], None] | None = None) -> float:
-    """The shortest of the repetitions of `work` in PROBE_SECONDS, two at least, after one to warm up."""
+@dataclass(frozen=True, slots=True, order=True)
+class Rate:
+    """What a probe found: `best` units per second, and by which share the median repetition was slower than the best one."""
+
+    best: float
+    spread: float
+
+
+def rate_of(amount: float, work: Callable[[], object], synchronize: Callable[[], None] | None = None) -> Rate:
+    """The rate at which `work` does its `amount`: repeated for PROBE_SECONDS, three times at least, after a warm-up."""
     wait = synchronize or (lambda: None)
     work()
     wait()
-    best, end, repetitions = float("inf"), time.perf_counter() + PROBE_SECONDS, 0
-    while repetitions < 2 or time.perf_counter() < end:
+    seconds, end = [], time.perf_counter() + PROBE_SECONDS
+    while len(seconds) < LEAST_REPETITIONS or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         wait()
-        best = min(best, time.perf_counter() - start)
-        repetitions += 1
-    return best
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds)
+    return Rate(amount / best, statistics.median(seconds) / best - 1)
 
 
 def last_level_cache_bytes() -> int:
@@ -60,7 +71,7 @@ def _linear(weight_OI: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def cpu_bandwidth() -> float:
+def cpu_bandwidth() -> Rate:
     """Bytes per second of a streaming read with all threads of torch: the best of a reduction and matrix-vector products."""
     least, most = STREAM_BYTES
     total = min(max(least, 3 * last_level_cache_bytes() // 2), most)  # over the cache, so that none of it is still there
@@ -70,33 +81,32 @@ def cpu_bandwidth() -> float:
         linears = [_linear(torch.full((rows, 4096), 0.01, dtype=dtype)) for _ in range(4)]
         x = torch.ones(1, 4096, dtype=dtype)
         read = 4 * rows * 4096 * dtype.itemsize
-        best = max(best, read / best_seconds(lambda f=linears, x=x: [linear(x) for linear in f]))
+        best = max(best, rate_of(read, lambda f=linears, x=x: [linear(x) for linear in f]))
     return best
 
 
-def _sum_bandwidth(total: int) -> float:
+def _sum_bandwidth(total: int) -> Rate:
     values = torch.ones(total // 4)
-    return total / best_seconds(values.sum)
+    return rate_of(total, values.sum)
 
 
-def cpu_flops(dtype: torch.dtype) -> float:
+def cpu_flops(dtype: torch.dtype) -> Rate:
     """Floating point operations per second of a matrix product in `dtype` with all threads of torch."""
     linear = _linear(torch.full((GEMM_WIDTH, GEMM_WIDTH), 0.01, dtype=dtype))
     x = torch.ones(GEMM_TOKENS, GEMM_WIDTH, dtype=dtype)
-    return 2 * GEMM_TOKENS * GEMM_WIDTH**2 / best_seconds(lambda: linear(x))
+    return rate_of(2 * GEMM_TOKENS * GEMM_WIDTH**2, lambda: linear(x))
 
 
-def cuda_bandwidth() -> float:
+def cuda_bandwidth() -> Rate:
     """Bytes per second of device memory: a copy, counted as read and written."""
     source = torch.ones(1 << 28, device="cuda")  # 1 GiB
     target = torch.empty_like(source)
-    seconds = best_seconds(lambda: target.copy_(source), synchronize=torch.cuda.synchronize)
-    return 2 * source.numel() * source.itemsize / seconds
+    return rate_of(2 * source.numel() * source.itemsize, lambda: target.copy_(source), synchronize=torch.cuda.synchronize)
 
 
-def cuda_flops(dtype: torch.dtype) -> float:
+def cuda_flops(dtype: torch.dtype) -> Rate:
     """Floating point operations per second of a large matrix product on the GPU."""
     size = 8192
     a = torch.ones(size, size, dtype=dtype, device="cuda")
     b = torch.ones(size, size, dtype=dtype, device="cuda")
-    return 2 * size**3 / best_seconds(lambda: a @ b, synchronize=torch.cuda.synchronize)
+    return rate_of(2 * size**3, lambda: a @ b, synchronize=torch.cuda.synchronize)

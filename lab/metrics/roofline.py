@@ -1,6 +1,7 @@
 """What a device allows at best, and the floors that follow for a model on it.
 
-The device is measured once (some seconds) and remembered in the cache; the floors are plain arithmetic on the model's shape.
+The device is measured once (some seconds) and remembered in the cache; a measurement that something else disturbed is made
+again by the next run, until one was quiet. The floors are plain arithmetic on the model's shape.
 Decoding reads every weight and the keys and values of each sequence once a step, so at small batches its floor is bytes over
 bandwidth; from B_sat rows on the arithmetic takes longer than reading the weights.
 """
@@ -20,9 +21,10 @@ from typing import Protocol
 
 from lab.cache import cache_dir
 from lab.errors import UserError
+from lab.metrics.quiet import CpuWatch, is_quiet
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
-FORMAT_VERSION = 1  # of the remembered measurement
+FORMAT_VERSION = 2  # of the remembered measurement
 
 
 class ModelShape(Protocol):
@@ -49,6 +51,8 @@ class DeviceFacts:
     bandwidth: float  # bytes per second of a streaming read
     flops: dict[str, float]
     measured: str  # when, ISO 8601
+    quiet: bool = True  # whether nothing else disturbed the measurement; if not, the limits may lie far too low
+    busy_share: float | None = None  # of the processor's time that went elsewhere meanwhile; None where that is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,14 @@ def floors(model: ModelShape, dtype: str, facts: DeviceFacts, kv_dtype: str | No
     )
 
 
-def known_device(kind: str = "cpu") -> DeviceFacts | None:
+def usable_cores() -> int:
+    """The cores that this process may use: as many threads as a run takes by default, whatever OMP_NUM_THREADS says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def known_device(kind: str = "cpu", threads: int | None = None) -> DeviceFacts | None:
     """The remembered measurement of this machine's device, None where there is none to be had."""
-    path = _facts_path(kind)
+    path = _facts_path(kind, threads)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return DeviceFacts(**data["facts"]) if data["version"] == FORMAT_VERSION else None
@@ -130,32 +139,49 @@ def known_device(kind: str = "cpu") -> DeviceFacts | None:
         return None
 
 
-def measure_device(kind: str = "cpu", *, again: bool = False, log: Callable[[str], None] | None = None) -> DeviceFacts:
+def measure_device(
+    kind: str = "cpu", *, threads: int | None = None, again: bool = False, log: Callable[[str], None] | None = None
+) -> DeviceFacts:
     """The device's limits: remembered ones, or measured now in some seconds and then remembered.
 
     Args:
         kind: cpu or cuda.
-        again: measure even if there is a remembered measurement, and keep the higher of both.
-        log: told before a measurement starts.
+        threads: that torch computes with; by default as many as a run takes, one for each usable core.
+        again: measure even if there is a quiet measurement, and keep the higher of both, as always.
+        log: told before a measurement starts, and when it was disturbed.
     """
-    known = known_device(kind)
-    if known is not None and not again:
+    say = log or (lambda text: None)
+    threads = threads or usable_cores()
+    known = known_device(kind, threads)
+    if known is not None and known.quiet and not again:
         return known
-    if log is not None:
-        log(f"Measuring the {kind} device once (some seconds): memory bandwidth and peak arithmetic rate.")
-    facts = _measure_apart(kind)
-    if known is not None:  # a disturbed measurement only ever reads too low
-        best = {name: max(rate, known.flops.get(name, 0.0)) for name, rate in facts.flops.items()}
-        facts = replace(facts, bandwidth=max(facts.bandwidth, known.bandwidth), flops=best)
-    _remember(_facts_path(kind), facts)
+    if known is None or again:
+        say(f"Measuring the {kind} device once (some seconds): memory bandwidth and peak arithmetic rate.")
+    else:
+        say(f"Measuring the {kind} device again (some seconds): the machine was busy when it was measured, {known.measured}.")
+    facts = _measure_apart(kind, threads)
+    if not facts.quiet:
+        say(f"The machine is busy{_elsewhere(facts)}: what was measured may be far too low, and the next run measures again.")
+    if known is not None:
+        facts = _higher(facts, known)
+    _remember(_facts_path(kind, threads), facts)
     return facts
 
 
-def _measure_apart(kind: str) -> DeviceFacts:
-    """Measure in a process of its own, so that the buffers of the probes do not count in this one's peak memory."""
-    import torch
+def _elsewhere(facts: DeviceFacts) -> str:
+    return "" if facts.busy_share is None else f" ({facts.busy_share:.0%} of its processor time goes elsewhere)"
 
-    command = [sys.executable, "-m", "lab.metrics.roofline", kind, str(torch.get_num_threads())]
+
+def _higher(facts: DeviceFacts, known: DeviceFacts) -> DeviceFacts:
+    """The higher rates of two measurements, for a disturbed one only ever reads too low; as quiet as the quieter one."""
+    best = {name: max(rate, known.flops.get(name, 0.0)) for name, rate in facts.flops.items()}
+    base = known if known.quiet and not facts.quiet else facts
+    return replace(base, bandwidth=max(facts.bandwidth, known.bandwidth), flops=best)
+
+
+def _measure_apart(kind: str, threads: int) -> DeviceFacts:
+    """Measure in a process of its own, so that the buffers of the probes do not count in this one's peak memory."""
+    command = [sys.executable, "-m", "lab.metrics.roofline", kind, str(threads)]
     root = str(Path(__file__).resolve().parent.parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
@@ -165,7 +191,7 @@ def _measure_apart(kind: str) -> DeviceFacts:
 
 
 def _measure(kind: str, threads: int) -> DeviceFacts:
-    """Measure in this process."""
+    """Measure in this process. The bandwidth, which most floors hang on, is measured at the beginning and at the end."""
     import torch
 
     from lab.metrics import probes
@@ -173,23 +199,30 @@ def _measure(kind: str, threads: int) -> DeviceFacts:
     torch.set_num_threads(threads)
     cuda = kind == "cuda"
     bandwidth, flops = (probes.cuda_bandwidth, probes.cuda_flops) if cuda else (probes.cpu_bandwidth, probes.cpu_flops)
+    watch = CpuWatch()
     with torch.inference_mode():
-        return DeviceFacts(
-            name=device_name(kind),
-            kind=kind,
-            threads=threads,
-            memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else total_memory_bytes(),
-            bandwidth=bandwidth(),
-            flops={name: flops(getattr(torch, name)) for name in probes.DTYPES},
-            measured=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        first = bandwidth()
+        rates = {name: flops(getattr(torch, name)) for name in probes.DTYPES}
+        best = max(first, bandwidth())
+    busy_share = None if cuda else watch.busy_share()  # a GPU does not mind
+    return DeviceFacts(
+        name=device_name(kind),
+        kind=kind,
+        threads=threads,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else total_memory_bytes(),
+        bandwidth=best.best,
+        flops={name: rate.best for name, rate in rates.items()},
+        measured=datetime.now(UTC).isoformat(timespec="seconds"),
+        quiet=is_quiet(busy_share, max(best.spread, *(rate.spread for rate in rates.values()))),
+        busy_share=busy_share,
+    )
 
 
-def _facts_path(kind: str) -> Path:
+def _facts_path(kind: str, threads: int | None = None) -> Path:
     """Where this machine's measurement is kept: a change of device, cores, threads or torch asks for a new one."""
     import torch
 
-    parts = (device_name(kind), kind, os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    parts = (device_name(kind), kind, os.cpu_count(), threads or usable_cores(), torch.__version__)
     key = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
     return cache_dir("device") / f"{key}.json"
 

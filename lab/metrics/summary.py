@@ -13,6 +13,7 @@ from typing import Any
 from lab.metrics.goodput import is_good
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms", "decode_ms")
+LATENCIES_SO_FAR = ("ttft_ms", "itl_ms", "queue_ms", "prefill_ms")  # which a request has in full before it ends
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -39,7 +40,10 @@ def distribution(samples: Iterable[float]) -> dict[str, float] | None:
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Adds up the lines of requests.jsonl; a failed request counts as one and adds nothing else."""
+    """Adds up the lines of requests.jsonl; a failed request counts as one and adds nothing else.
+
+    `num_requests` is of those that ended by themselves.
+    """
 
     block_size: int
     goodput_limits: Mapping[str, float] = field(default_factory=dict)
@@ -63,15 +67,25 @@ class RequestTotals:
             return
         self.prompt_tokens += lines[0]["prompt_tokens"]
         for line in lines:
-            self.output_tokens += len(line["output_token_ids"])
-            self.preemptions += line["num_preemptions"]
-            for name in LATENCIES:
-                value = line[name]
-                self.samples[name].extend(value if isinstance(value, list) else [] if value is None else [value])
-            self._add_token_times(line)
+            self._add_progress(line, LATENCIES)
             held = line["prompt_tokens"] + len(line["output_token_ids"]) - 1  # the last token is never computed
             self.held_tokens += held
             self.held_slots += -(-held // self.block_size) * self.block_size
+
+    def add_unfinished(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """One request that the end of the run cut off: its tokens count, and the latencies it had by then; it does not."""
+        if any(line["queue_ms"] is not None for line in lines):  # else its prompt was not even begun
+            self.prompt_tokens += lines[0]["prompt_tokens"]
+        for line in lines:
+            self._add_progress(line, LATENCIES_SO_FAR)
+
+    def _add_progress(self, line: Mapping[str, Any], latencies: Sequence[str]) -> None:
+        self.output_tokens += len(line["output_token_ids"])
+        self.preemptions += line["num_preemptions"]
+        for name in latencies:
+            value = line[name]
+            self.samples[name].extend(value if isinstance(value, list) else [] if value is None else [value])
+        self._add_token_times(line)
 
     def _add_token_times(self, line: Mapping[str, Any]) -> None:
         if line["ttft_ms"] is None:

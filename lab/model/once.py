@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from lab.errors import UserError
 
@@ -59,13 +60,37 @@ def _sweep(target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, what: str) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that makes %s", what)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Hold the lock file `path`, which is gone afterwards.
+
+    It is removed while it is held. Whoever waited for it then holds a file without a name, which keeps nobody out, and
+    tries again with the one that has the name now.
+    """
+    while True:
+        with path.open("w") as file:
+            _lock(file, what)
+            if not _is_named(file, path):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _lock(file: IO[str], what: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("waiting for another process that makes %s", what)
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _is_named(file: IO[str], path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _flush(path: Path) -> None:

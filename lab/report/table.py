@@ -37,11 +37,18 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def weights(memory: Mapping[str, Any]) -> str:
+    """What the weights take as they are stored and, where that is another size, the parameters themselves."""
+    stored, parameters = size(memory["weights_bytes"]), size(memory["parameter_bytes"])
+    return stored if stored == parameters else f"{stored} (as stored for computing; the parameters are {parameters})"
+
+
 def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary's lines, name and value, of what the run has."""
     failed = f", {metrics['num_failed']} failed" if metrics["num_failed"] else ""
+    unfinished = f", {metrics['num_unfinished']} unfinished" if metrics.get("num_unfinished") else ""
     rows = [
-        ("requests", f"{metrics['num_requests']}{failed}"),
+        ("requests", f"{metrics['num_requests']}{failed}{unfinished}"),
         ("tokens", f"{metrics['prompt_tokens']:,} prompt, {metrics['output_tokens']:,} output"),
         ("duration", milliseconds(metrics["duration_s"] * 1e3)),
     ]
@@ -63,11 +70,14 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         share = kv["peak_used_blocks"] / kv["num_blocks"]
         rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%})"))
     if memory := metrics.get("memory"):
-        rows.append(("memory", f"peak {size(memory['peak_rss_bytes'])}, weights {size(memory['weights_bytes'])}"))
+        rows.append(("memory", f"peak {size(memory['peak_rss_bytes'])}, weights {weights(memory)}"))
     roofline = metrics.get("roofline", {})
     if "floor_ratio" in roofline:
         step, floor = milliseconds(roofline["decode_step_ms"]), milliseconds(roofline["decode_floor_ms"])
-        rows.append(("decode step", f"{step}, {roofline['floor_ratio']:.2f} times its floor of {floor}"))
+        if roofline["quiet"]:
+            rows.append(("decode step", f"{step}, {roofline['floor_ratio']:.2f} times its floor of {floor}"))
+        else:
+            rows.append(("decode step", f"{step}; measured on a busy machine: the floor is a guess ({floor})"))
     if startup := metrics.get("startup_s"):
         rows.append(("start-up", milliseconds(startup["total"] * 1e3)))
     return rows

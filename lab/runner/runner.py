@@ -9,10 +9,11 @@ from torch import nn
 
 from lab.compile.dispatch import BatchKey, Dispatcher
 from lab.compile.graphs import Forward
-from lab.contracts.spec import Proposer, ProposeView
+from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.buffers import InputBuffers
+from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
 from lab.sample.sampler import Sampler
 from lab.types import Chunk, RowResult, Step, StepResult, TokenLogprobs
@@ -49,7 +50,6 @@ class Runner:
         self.dispatcher = dispatcher
         self.store = store
         self.device = device
-        self._proposer = proposer
         self._limits = limits
         capacity = limits.max_model_len + proposer.num_drafts + 1
         self.rows = Rows(limits.max_rows, capacity, limits.block_size)
@@ -60,7 +60,8 @@ class Runner:
         self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
-        self._max_tokens_R = np.full(limits.max_rows, limits.max_model_len, np.int64)
+        self._drafting = Drafting(proposer, self.rows, limits.vocab_size)
+        self._end_R = np.full(limits.max_rows, limits.max_model_len, np.int64)  # length at which each row ends
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -91,6 +92,7 @@ class Runner:
         """Forget every row."""
         for row in range(self._limits.max_rows):
             self._sampler.remove(row)
+            self._drafting.forget(row)
         self.rows.clear()
         self._prompt_logprobs.clear()
 
@@ -104,6 +106,7 @@ class Runner:
             row = self.rows.free(request_id)
             if row is not None:
                 self._sampler.remove(row)
+                self._drafting.forget(row)
                 self._prompt_logprobs.pop(row, None)
         for new in step.new_rows:
             row = self.rows.add(new)
@@ -113,7 +116,7 @@ class Runner:
             limit = self._limits.max_model_len
             if new.params.max_tokens is not None:
                 limit = min(limit, new.num_prompt + new.params.max_tokens)
-            self._max_tokens_R[row] = limit
+            self._end_R[row] = limit
 
     def _share(self, chunk: Chunk) -> Share:
         """The chunk as it really is: with a step with drafts in flight, the scheduler could only plan its upper bound."""
@@ -146,7 +149,9 @@ class Runner:
                 hidden_TD if len(hidden_TD) == len(batch.logits_idx_L) else hidden_TD[batch.logits_idx_L]
             )
             drafts = [rows.drafts(s.row, s.num_drafts) if s.num_drafts else [] for s in sampling]
-            output = self._sampler.run(logits_LV, [s.row for s in sampling], [s.num_drafts for s in sampling], drafts)
+            num_drafts = [s.num_drafts for s in sampling]
+            probs_RSV = self._drafting.probs(sampling)
+            output = self._sampler.run(logits_LV, [s.row for s in sampling], num_drafts, drafts, probs_RSV)
             for index, share in enumerate(sampling):
                 logprobs = output.logprobs[index] if output.logprobs is not None else None
                 sampled[share.row] = (output.token_ids[index], logprobs)
@@ -156,19 +161,9 @@ class Runner:
             if share.samples:
                 rows.append(share.row, sampled[share.row][0])
         begin = time.perf_counter()
-        proposed = self._propose([s.row for s in sampling]) if sampling and self._proposer.num_drafts else {}
+        row_ids = [s.row for s in sampling]
+        proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
         return sampled, proposed, (time.perf_counter() - begin) * 1e3
-
-    def _propose(self, row_ids: list[int]) -> dict[int, list[int]]:
-        rows_R = np.array(row_ids)
-        lengths_R = self.rows.lengths_R[rows_R]
-        room_R = self._max_tokens_R[rows_R] - lengths_R - 1  # the step after verification adds one more token than drafts
-        limits_R = np.clip(room_R, 0, self._proposer.num_drafts)
-        draft = self._proposer.propose(ProposeView(self.rows.tokens_RC, rows_R, lengths_R, limits_R))
-        proposed = dict(zip(row_ids, draft.token_ids, strict=True))
-        for row, token_ids in proposed.items():
-            self.rows.set_drafts(row, token_ids)
-        return proposed
 
     def _prompt_rows(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that this step's positions predict, by row."""

@@ -42,7 +42,8 @@ def one_thread():
 def cache_home(tmp_path, monkeypatch, one_thread):
     """A cache of its own, which holds a measurement of this machine's device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    roofline._remember(roofline._facts_path("cpu"), FACTS)
+    for threads in (1, None):  # of the runs here, and the default
+        roofline._remember(roofline._facts_path("cpu", threads), FACTS)
 
 
 @pytest.fixture(scope="session")

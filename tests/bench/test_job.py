@@ -9,8 +9,11 @@ import pytest
 from lab import registry
 from lab.bench.sender import LONGEST_SLEEP_S
 from lab.contracts.sink import Sink
+from lab.contracts.workload import WorkItem, Workload
 from lab.errors import UserError
+from lab.metrics import roofline
 from lab.settings import CacheSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
+from tests.bench.conftest import FACTS
 
 METRICS = {
     "num_requests num_failed prompt_tokens output_tokens duration_s output_tok_per_s total_tok_per_s requests_per_s",
@@ -82,11 +85,32 @@ def test_a_request_that_cannot_be_served_is_recorded_and_the_run_goes_on(run):
     assert by_id["0"]["error"] is None and by_id["3"]["text"] == "GHIJKLMN"
 
 
+def test_a_request_that_is_no_text_is_refused_and_the_run_goes_on(run):
+    half = "\ud800 lone"
+    prompts = [{"prompt": half}, {"prompt": "ABC", "sampling": {"stop": [half]}}, {"prompt": "ABC"}]
+    outcome = run(prompts)
+    assert (outcome.code, outcome.metrics["num_failed"]) == (0, 2)
+    by_id = {line["id"]: line for line in outcome.lines("requests")}
+    assert "the prompt is not text" in by_id["0"]["error"] and "stop[0] is not text" in by_id["1"]["error"]
+    assert by_id["2"]["text"] == "DEFGHIJK"
+
+
 def test_a_request_that_never_fits_the_cache_is_refused_by_the_engine(run):
     outcome = run([{"prompt": "A" * 40, "sampling": {"max_tokens": 100}}, {"prompt": "ABC"}], cache=CacheSettings(num_blocks=4))
     assert outcome.metrics["num_failed"] == 1
     failed = next(line for line in outcome.lines("requests") if line["error"])
     assert (failed["id"], failed["prompt_tokens"]) == ("0", 40)
+    assert "request 0" not in failed["error"] and failed["error"][0].islower()
+    assert f"request 0 was refused: {failed['error']}\n" in (outcome.folder / "log.txt").read_text()
+
+
+def test_many_refusals_are_told_in_few_lines(run):
+    outcome = run([{"prompt_token_ids": [999]}] * 7 + [{"prompt": "ABC"}])
+    text = (outcome.folder / "log.txt").read_text()
+    assert text.count("was refused") == 3 and "and 4 more were refused, see requests.jsonl" in text
+    assert sum(line["error"] is not None for line in outcome.lines("requests")) == 7
+    few = run([{"prompt_token_ids": [999]}] * 3 + [{"prompt": "ABC"}])
+    assert "more were refused" not in (few.folder / "log.txt").read_text()
 
 
 def test_a_run_of_refusals_is_the_users_mistake(run, tmp_path):
@@ -156,6 +180,37 @@ def test_sinks_named_in_the_settings_get_the_records(run, monkeypatch):
         run([{"prompt": "ABC"}], tracking=replace(tracking, sinks=("teling",)))
 
 
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ([], "made no requests"),
+        (None, "must make a list of requests, got NoneType"),
+        (["ABC"], "request 0 must be a WorkItem, got str"),
+        ([-1.0], "arrival_s of request 0 must be a time from 0 on, got -1.0"),
+        ([0.0, float("nan")], "arrival_s of request 1 must be a time from 0 on, got nan"),
+        ([0.0, float("inf")], "arrival_s of request 1 must be a time from 0 on, got inf"),
+        ([0.0, "1"], "arrival_s of request 1 must be a time from 0 on, got '1'"),
+        ([0.0, 2.0, 1.0], "request 2 arrives at 1 s, before request 1"),
+    ],
+)
+def test_a_workload_plugin_is_held_to_its_contract(run, monkeypatch, made, says):
+    registry.discover()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    class Sloppy(Workload):
+        """Makes what the test says."""
+
+        def items(self, model):
+            if made is None or made == ["ABC"]:
+                return made
+            return [WorkItem(prompt="ABC", arrival_s=at) for at in made]
+
+    registry.register("workload", "sloppy")(Sloppy)
+    with pytest.raises(UserError) as refusal:
+        run([], workload=PluginChoice("sloppy"))
+    assert str(refusal.value).startswith("workload 'sloppy'") and says in str(refusal.value)
+
+
 def test_goodput_of_a_run(run, clock):
     prompts = [{"prompt": "ABC"}] * 2
     scheduler = SchedulerSettings(max_num_seqs=1)
@@ -201,10 +256,35 @@ def test_ctrl_c_ends_a_run_cleanly(child):
     assert code == 130, err
     assert "Traceback" not in err
     metrics = json.loads((running.folder / "metrics.json").read_text())
-    ended = len((running.folder / "requests.jsonl").read_text().splitlines())
+    lines = [json.loads(line) for line in (running.folder / "requests.jsonl").read_text().splitlines()]
+    ended = sum(line["finish_reason"] == "length" for line in lines)
     assert metrics["interrupted"] is True
     assert metrics["num_requests"] == ended >= 5 and metrics["num_unfinished"] == 4000 - ended
-    assert "TTFT" in out
+    assert {line["finish_reason"] for line in lines} == {"length", "abort"}
+    assert metrics["output_tokens"] == sum(len(line["output_token_ids"]) for line in lines)
+    assert "TTFT" in out and f"{4000 - ended} unfinished" in out
+
+
+def test_what_an_interrupted_request_had_is_kept(run, monkeypatch):
+    executed = []
+
+    def interrupt_later(self, line):
+        executed.append(line)
+        if len(executed) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("lab.bench.recorder.StepTotals.add", interrupt_later)
+    prompts = [{"prompt": "ABC", "sampling": {"max_tokens": 40}}] * 2 + [{"prompt": "DEF", "arrival_s": 100}]
+    outcome = run(prompts, scheduler=SchedulerSettings(max_num_seqs=1))
+    assert outcome.code == 130
+    begun, waiting = outcome.lines("requests")  # the third was never sent
+    had = len(begun["output_token_ids"])
+    assert 4 <= had <= 6 and begun["text"] == "DEFGHIJ"[:had]
+    assert (begun["finish_reason"], waiting["finish_reason"], waiting["output_token_ids"]) == ("abort", "abort", [])
+    metrics = outcome.metrics
+    assert (metrics["num_requests"], metrics["num_unfinished"], metrics["num_failed"]) == (0, 3, 0)
+    assert (metrics["prompt_tokens"], metrics["output_tokens"]) == (3, had)
+    assert metrics["duration_s"] > 0 and "ttft_ms" in metrics and "e2e_ms" not in metrics
 
 
 def test_a_folder_that_takes_no_files_is_told_in_one_message(run):
@@ -212,6 +292,18 @@ def test_a_folder_that_takes_no_files_is_told_in_one_message(run):
         run([{"prompt": "ABC"}], prepare=lambda folder: (folder / "requests.jsonl").mkdir())
     with pytest.raises(UserError, match=r"cannot write .*log\.txt"):
         run([{"prompt": "ABC"}], prepare=lambda folder: (folder / "log.txt").mkdir())
+
+
+def test_a_finished_run_shows_its_results_though_metrics_json_cannot_be_written(run, tmp_path, capsys):
+    def prepare(folder):
+        (folder / "metrics.json.part").symlink_to("/dev/full")
+
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.json: No space left"):
+        run([{"prompt": "ABC"}], prepare=prepare)
+    shown = capsys.readouterr().out
+    assert "TTFT" in shown and "8 output" in shown
+    left = {path.name for path in (tmp_path / "run0").iterdir()}
+    assert "requests.jsonl" in left and not left & {"metrics.json", "metrics.json.part"}
 
 
 def test_a_full_disk_ends_the_run_with_one_message(run, tmp_path):
@@ -243,3 +335,15 @@ def test_a_step_that_fails_makes_the_run_a_fault(run, tmp_path, monkeypatch):
     assert [line["error"] for line in outcome.lines("requests")] == ["ZeroDivisionError: planted"] * 2
     assert outcome.metrics["num_failed"] == 2
     assert "planted" in (outcome.folder / "log.txt").read_text()
+
+
+def test_the_floor_says_how_the_device_was_measured(run, capsys):
+    busy = replace(FACTS, quiet=False, busy_share=0.4)
+    roofline._remember(roofline._facts_path("cpu", 1), busy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "_measure_apart", lambda kind, threads: replace(busy, threads=threads))
+        outcome = run([{"prompt": "ABC"}])
+    found = outcome.metrics["roofline"]
+    assert (found["quiet"], found["busy_share"], found["threads"]) == (False, 0.4, 1)
+    assert found["measured"] == FACTS.measured
+    assert "measured on a busy machine: the floor is a guess" in capsys.readouterr().out

@@ -38,6 +38,27 @@ def test_only_what_the_run_has_is_shown():
     assert latency_rows(METRICS) == [["TTFT", "12.3 ms", "9.99 ms", "100 ms", "1.23 s", "3.0 min"]]
 
 
+@pytest.mark.parametrize(
+    ("quiet", "text"),
+    [
+        (True, "6.00 ms, 1.50 times its floor of 4.00 ms"),
+        (False, "6.00 ms; measured on a busy machine: the floor is a guess (4.00 ms)"),
+    ],
+)
+def test_a_floor_from_a_busy_machine_is_called_a_guess(quiet, text):
+    roofline = {"decode_step_ms": 6.0, "decode_floor_ms": 4.0, "floor_ratio": 1.5, "quiet": quiet}
+    assert ("decode step", text) in headline({**METRICS, "roofline": roofline})
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [(257, "weights 257 MiB"), (311, "weights 311 MiB (as stored for computing; the parameters are 257 MiB)")],
+)
+def test_weights_that_are_packed_say_so(stored, text):
+    memory = {"peak_rss_bytes": 1 << 30, "weights_bytes": stored << 20, "parameter_bytes": 257 << 20}
+    assert ("memory", f"peak 1.00 GiB, {text}") in headline({**METRICS, "memory": memory})
+
+
 def test_plain_columns_line_up():
     assert plain_table([["a", "bbb", "c"], ["dddd", "e", "f"]]) == "a     bbb  c\ndddd  e    f"
 

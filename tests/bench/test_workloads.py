@@ -91,6 +91,11 @@ def test_files_that_are_no_prompts_at_all(tmp_path):
         items("prompts", path=str(tmp_path / "latin.jsonl"))
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [item.prompt for item in items("prompts", path=str(tmp_path / "p.jsonl"))] == ["a", "b"]
+
+
 def test_the_number_of_requests_cuts_or_goes_around(tmp_path):
     path = write(tmp_path / "p.jsonl", *({"prompt": text} for text in "abc"))
     assert [item.prompt for item in items("prompts", path=path, num_requests=2)] == ["a", "b"]

@@ -53,7 +53,8 @@ def somewhere_else(tmp_path, monkeypatch, own_registry):
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    roofline._remember(roofline._facts_path("cpu"), FACTS)
+    for threads in (1, None):  # of the runs here, and the default
+        roofline._remember(roofline._facts_path("cpu", threads), FACTS)
     yield tmp_path / "here"
     torch.set_num_threads(before)
 

@@ -92,9 +92,27 @@ def test_a_disk_that_takes_no_more(small):
 
 def test_a_users_plugin_is_run(lab, small, tmp_path, somewhere_else):
     plugin_files.policy(tmp_path / "mine", "shortest")
-    assert lab("run", *small, f"--plugins={tmp_path / 'mine'}", "scheduler.policy=shortest").code == 0
+    argv = ("run", *small, f"--plugins={tmp_path / 'mine'}", "scheduler.policy=shortest", "scheduler.policy_options.weight=2")
+    assert lab(*argv).code == 0
     (folder,) = runs(somewhere_else)
-    assert json.loads((folder / "resolved.json").read_text())["policy"]["source"] == "folder"
+    record = json.loads((folder / "resolved.json").read_text())["policy"]
+    assert record["source"] == "folder" and record["options"] == {"weight": 2}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["scheduler"]["policy_options"] == {"weight": 2.0, "tags": []}
+
+
+def test_a_broken_plugin_file_is_warned_of_and_fails_only_the_run_that_chooses_it(lab, small, tmp_path):
+    path = plugin_files.broken_syntax(tmp_path / "mine", "policy", "crooked")
+    plugin_files.broken_import(tmp_path / "mine", "lost")
+    argv = ("run", *small, f"--plugins={tmp_path / 'mine'}")
+    outcome = lab(*argv)
+    (warning,) = [line for line in outcome.err.splitlines() if line.startswith("lab: warning: ")]
+    assert outcome.code == 0 and str(path) in warning and "policy.crooked cannot be used" in warning
+    outcome = lab(*argv, "scheduler.policy=crooked")
+    assert outcome.code == 2 and "SyntaxError" in outcome.err and "warning" not in outcome.err
+    for outcome in (lab(*argv, "scheduler.policy=lost"), lab("check", "policy=lost", argv[-1])):
+        assert outcome.code == 2 and "No module named 'no_such_package_anywhere'" in outcome.err
+        files = [line.split('"')[1] for line in outcome.err.splitlines() if line.startswith("  File ")]
+        assert files == [str(tmp_path / "mine" / "lost.py")]
 
 
 def test_ctrl_c_before_anything_is_loaded_ends_cleanly(start, small):

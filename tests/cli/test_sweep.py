@@ -99,7 +99,8 @@ def test_points_that_would_share_a_folder_are_an_error(lab, small):
 def test_a_named_sweep_folder_is_used_once(lab, small, somewhere_else):
     argv = ("run", "-m", *small, "seed=1", "hydra.sweep.dir=mine")
     assert lab(*argv).code == 0
-    assert (somewhere_else / "mine" / "sweep.csv").exists()
+    (row,) = csv.DictReader((somewhere_else / "mine" / "sweep.csv").open())
+    assert list(row)[:3] == ["point", "status", "reason"] and row["status"] == "ok"
     outcome = lab(*argv)
     assert outcome.code == 2 and "holds the results of another run" in outcome.err
 

@@ -28,14 +28,23 @@ class TestPlugins:
         assert "attention.mode=fast  # one of fast, exact" in out
         assert "head dims: 64" in out and "priority: -5" in out
 
+    def test_the_options_of_a_policy_are_told_by_their_full_names(self, lab, tmp_path):
+        plugin_files.policy(tmp_path, "shortest")
+        out = lab("plugins", "policy.shortest", f"--plugins={tmp_path}").out
+        assert "    scheduler.policy_options.weight=1.0  # a number: of the prompt's length" in out
+
     def test_broken_ones_are_listed_with_the_reason(self, lab, tmp_path):
         plugin_files.broken_syntax(tmp_path, "moe", "crooked")
         plugin_files.broken_import(tmp_path, "lost")
         outcome = lab("plugins", f"--plugins={tmp_path}")
-        lines = {line.split()[1]: line for line in outcome.out.splitlines() if len(line.split()) > 2}
+        table = outcome.out.split("\n\n")[0]
+        lines = {line.split()[1]: line for line in table.splitlines()}
         assert outcome.code == 0
-        assert "broken: SyntaxError" in lines["crooked"]
-        assert "broken: ModuleNotFoundError: No module named 'no_such_package_anywhere'" in lines["lost"]
+        assert lines["crooked"].split() == ["moe", "crooked", "no", "folder"]
+        assert lines["lost"].split()[:4] == ["policy", "lost", "no", "folder"]
+        reasons = outcome.out.split("Not usable here:\n")[1]
+        assert "  moe.crooked: broken: SyntaxError" in reasons
+        assert "  policy.lost: broken: ModuleNotFoundError: No module named 'no_such_package_anywhere'" in reasons
         assert "no_such_package_anywhere" in lab("plugins", "policy.lost", f"--plugins={tmp_path}").out
 
     def test_json(self, lab):
@@ -47,10 +56,14 @@ class TestPlugins:
 
 
 class TestCheck:
-    @pytest.mark.parametrize("spelling", ["policy=shortest", "+policy=shortest", "++policy=shortest"])
-    def test_a_users_own_plugin_passes(self, lab, tmp_path, spelling):
+    @pytest.mark.parametrize(
+        "spelling", ["policy=shortest", "+policy=shortest", "policy.shortest", "scheduler.policy=shortest"]
+    )
+    @pytest.mark.parametrize("option", ["policy.weight", "scheduler.policy_options.weight"])
+    def test_a_users_own_plugin_passes(self, lab, tmp_path, spelling, option):
         plugin_files.policy(tmp_path, "shortest")
-        outcome = lab("check", spelling, f"--plugins={tmp_path}", "policy.weight=2")
+        assert lab("check", spelling, f"--plugins={tmp_path}", f"{option}=x").code == 2
+        outcome = lab("check", spelling, f"--plugins={tmp_path}", f"{option}=2")
         assert outcome.code == 0, outcome.out
         lines = outcome.out.splitlines()
         assert lines[-1] == "policy plugin 'shortest' keeps its contract."
@@ -60,7 +73,16 @@ class TestCheck:
         plugin_files.policy(tmp_path, "odd", victim="object()")
         outcome = lab("check", "+policy=odd", f"--plugins={tmp_path}")
         assert outcome.code == 1
-        assert "FAILED  victim_is_running" in outcome.out and "breaks its contract" in outcome.out
+        assert "FAILED        victim_is_running" in outcome.out and "breaks its contract" in outcome.out
+
+    def test_what_is_not_declared_is_not_called_ok(self, lab):
+        outcome = lab("check", "moe.none")
+        lines = outcome.out.splitlines()
+        assert outcome.code == 0 and "not declared  experts (no feature moe)" in outcome.out
+        assert [line.split()[0] for line in lines[:3]] == ["ok", "not", "not"]
+        assert lines[-1] == "moe plugin 'none' keeps its contract (2 of 3 checks are of what it does not declare)."
+        checks = json.loads(lab("check", "moe.none", "--json").out)["checks"]
+        assert [(c["ok"], c["not_declared"]) for c in checks] == [(True, "")] + 2 * [(True, "no feature moe")]
 
     def test_a_plugin_that_raises_shows_where(self, lab, tmp_path):
         plugin_files.policy(tmp_path, "raising", victim="1 // 0")

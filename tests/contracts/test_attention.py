@@ -1,12 +1,14 @@
 """Every registered attention plugin keeps the contract, and the checks see the faults that they are there for."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lab import registry
-from lab.checks import CheckFailed, attention as checks
+from lab.checks import CheckFailed, NotDeclared
+from lab.checks import attention as checks
 from lab.checks.attention import Case
 
 registry.discover()
@@ -18,7 +20,8 @@ Eager = registry.get("attention", "eager").load()
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("entry", USABLE, ids=lambda e: e.name)
 def test_contract(entry, check):
-    check(entry, entry.options())
+    with suppress(NotDeclared):
+        check(entry, entry.options())
 
 
 class IgnoresBlockTable(Eager):

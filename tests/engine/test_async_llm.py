@@ -81,14 +81,16 @@ def test_each_stream_gets_its_own_refusal_and_the_rest_run_on(llm):
             text_of(llm, "ABC"),
             text_of(llm, {"prompt_token_ids": [64]}),
             text_of(llm, {"prompt_token_ids": [1] * 300}),
+            text_of(llm, "\ud800 lone"),
             text_of(llm, "xyz"),
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    good, bad_id, too_long, other = run(mixed())
+    good, bad_id, too_long, no_text, other = run(mixed())
     assert (good, other) == ("DEFGH", "01234")
     assert isinstance(bad_id, UserError) and "token id 64" in str(bad_id)
     assert isinstance(too_long, UserError) and "300 tokens; the context limit is 256" in str(too_long)
+    assert isinstance(no_text, UserError) and "the prompt is not text" in str(no_text)
 
 
 def test_what_only_the_scheduler_can_refuse_reaches_its_stream(folder):

@@ -93,6 +93,13 @@ BAD_PROMPTS = [
     ({"messages": "hello"}, "messages must be a list"),
     ({"messages": [{"role": "user"}]}, r"messages\[0\] must be"),
     ({"messages": ["hello"]}, r"messages\[0\] must be"),
+    ("A\ud800", r"the prompt is not text: its character 1 is '\\ud800', half of a surrogate pair"),
+    ({"messages": [{"role": "user", "content": "\udfff"}]}, r"messages\[0\]\.content is not text: its character 0"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "A\ud800"}]}]},
+        r"messages\[0\]\.content\[0\]\.text is not text",
+    ),
+    ({**ids(1), "cache_salt": "\ud800"}, "cache_salt is not text"),
     ({**ids(1), "priority": "high"}, "priority must be a whole number"),
     ({**ids(1), "cache_salt": ""}, "cache_salt must be a string"),
     ({**ids(1), "cache_salt": 7}, "cache_salt must be a string"),
@@ -223,3 +230,10 @@ def test_a_broken_tokenizer_file_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(UserError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_a_surrogate_pair_in_a_parameter_is_refused_by_name(frontend, name):
+    with pytest.raises(UserError, match=rf"sampling: {name}\[1\] is not text: its character 2 is '\\ud83d'"):
+        frontend.prepare("A", SamplingParams(**{name: ["A", "BC\ud83d"]}))
+    assert frontend.prepare("A", SamplingParams(**{name: ["A", "B"]})).prompt_ids == [0]

@@ -42,6 +42,11 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
+def test_overrides_are_a_list(folder):
+    with pytest.raises(UserError, match=r"overrides must be a list of texts: overrides=\['cache.block_size=8'\]."):
+        LLM(folder, overrides="cache.block_size=8")
+
+
 def test_one_prompt_is_a_list_of_one_and_none_is_an_empty_list(llm):
     assert texts(llm.generate("ABC", GREEDY)) == ["DEFGH"]
     assert texts(llm.generate({"prompt_token_ids": [0, 1, 2]}, GREEDY)) == ["DEFGH"]
@@ -100,6 +105,8 @@ BAD_REQUESTS = [
     ("ABC", {"temperature": float("nan")}, "temperature"),
     ("ABC", {"top_p": 0}, "top_p"),
     ("ABC", {"top_p": 1.5}, "top_p"),
+    ("A\ud800", {}, "the prompt is not text"),
+    ("ABC", {"stop": "\ud800"}, r"stop\[0\] is not text"),
     ("ABC", {"n": 0}, "n must be"),
     ("ABC", {"max_tokens": 0}, "max_tokens"),
     ("ABC", {"max_tokens": -1}, "max_tokens"),

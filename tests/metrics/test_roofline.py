@@ -1,12 +1,14 @@
 """Floors from a model's shape, and the remembered measurement of the device."""
 
 import json
+import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lab.errors import UserError
-from lab.metrics import roofline
+from lab.metrics import probes, quiet, roofline
 from lab.metrics.roofline import DeviceFacts, floors, known_device, measure_device
 
 SMOL = {
@@ -61,7 +63,7 @@ def test_a_dtype_that_was_not_measured_is_refused():
 
 def test_a_measurement_is_remembered_and_measuring_again_keeps_the_higher(cache, monkeypatch):
     measured = [FACTS, DeviceFacts("test", "cpu", 2, 8 << 30, 50e9, {"float32": 100e9, "bfloat16": 900e9}, "later")]
-    monkeypatch.setattr(roofline, "_measure_apart", lambda kind: measured.pop(0))
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
     said = []
     assert known_device() is None
     assert measure_device(log=said.append) == FACTS
@@ -73,9 +75,77 @@ def test_a_measurement_is_remembered_and_measuring_again_keeps_the_higher(cache,
     assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 0}', json.dumps({"version": 1, "facts": {"name": "x"}})])
+def test_a_disturbed_measurement_is_made_again_until_one_was_quiet(cache, monkeypatch):
+    noisy = replace(FACTS, bandwidth=3e9, flops={"float32": 300e9, "bfloat16": 50e9}, quiet=False, busy_share=0.5)
+    measured = [noisy, replace(noisy, bandwidth=2e9, measured="later"), FACTS]
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
+    said = []
+    assert measure_device(log=said.append) == noisy == known_device()
+    assert len(said) == 2 and "(50% of its processor time goes elsewhere)" in said[1]
+    second = measure_device(log=said.append)
+    assert (second.bandwidth, second.quiet, second.measured) == (3e9, False, "later")
+    assert "again" in said[2]
+    third = measure_device(log=said.append)
+    assert (third.bandwidth, third.quiet) == (40e9, True)
+    assert third.flops == {"float32": 300e9, "bfloat16": 800e9}
+    assert measure_device(log=said.append) == third and not measured and len(said) == 5
+
+
+def test_a_quiet_measurement_stays_quiet_when_a_disturbed_one_follows(cache, monkeypatch):
+    measured = [FACTS, replace(FACTS, bandwidth=1e9, quiet=False, busy_share=0.9, measured="later")]
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
+    measure_device()
+    assert measure_device(again=True) == FACTS and not measured
+
+
+def test_the_threads_are_those_asked_for_or_the_usable_cores(cache, monkeypatch):
+    asked = []
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: asked.append(threads) or FACTS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(roofline, "usable_cores", lambda: 7)
+    measure_device()
+    measure_device(threads=3)
+    measure_device(threads=7)  # the default: known already
+    assert asked == [7, 3]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_what_others_do_with_the_processor_is_seen(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(quiet, "_STAT", stat)
+    monkeypatch.setattr(quiet, "_own_s", iter([0.0, 5.0]).__next__)
+    monkeypatch.setattr(quiet.time, "perf_counter", iter([0.0, 10.0]).__next__)
+    monkeypatch.setattr(quiet.os, "cpu_count", lambda: 2)
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat.write_text("cpu  0 0 0 7 0 0 0 0 0 0\ncpu0 1 2 3\n")
+    watch = quiet.CpuWatch()
+    # of 20 s on two cores: 6 in user, 2 in system, 3 taken by the host, the rest idle; the guest's are counted already
+    stat.write_text(f"cpu  {6 * ticks} 0 {2 * ticks} {7 + 8 * ticks} {ticks} 0 0 {3 * ticks} {4 * ticks} 0\n")
+    assert watch.busy_share() == pytest.approx((6 + 2 + 3 - 5) / 20)
+
+
+@pytest.mark.parametrize("content", [None, "cpu  0 0 0 0 0 0 0 0 0 0\n"])
+def test_where_the_system_does_not_tell_the_spread_decides(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(quiet, "_STAT", tmp_path / "stat")
+    if content is not None:
+        (tmp_path / "stat").write_text(content)
+    assert quiet.CpuWatch().busy_share() is None
+    assert quiet.is_quiet(None, 0.1) and not quiet.is_quiet(None, 0.9)
+    assert quiet.is_quiet(0.02, 0.1) and not quiet.is_quiet(0.5, 0.1)
+
+
+def test_a_probe_takes_the_best_repetition_and_says_how_far_the_others_were(monkeypatch):
+    clock = iter([0.0, 0.0, 2.0, 9.0, 9.0, 12.0, 12.0, 12.0, 16.0, 16.0, 16.0, 19.0, 19.0])  # repetitions of 2, 3, 4, 3 s
+    monkeypatch.setattr(probes.time, "perf_counter", clock.__next__)
+    monkeypatch.setattr(probes, "LEAST_REPETITIONS", 1)
+    monkeypatch.setattr(probes, "PROBE_SECONDS", 17.0)
+    found = probes.rate_of(6.0, lambda: None)
+    assert (found.best, found.spread) == (3.0, 0.5)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 0}', json.dumps({"version": 2, "facts": {"name": "x"}})])
 def test_a_damaged_measurement_is_made_anew(cache, monkeypatch, content):
-    monkeypatch.setattr(roofline, "_measure_apart", lambda kind: FACTS)
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: FACTS)
     measure_device()
     next(cache.iterdir()).write_text(content)
     assert known_device() is None

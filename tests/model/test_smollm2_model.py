@@ -163,7 +163,7 @@ def test_killed_conversion_then_a_whole_one(gguf_path, tmp_path):
     victim.wait()
     assert not (tmp_path / "store/model").exists()
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    assert {p.name for p in (tmp_path / "store").iterdir()} == {"model", ".model.lock"}
+    assert {p.name for p in (tmp_path / "store").iterdir()} == {"model"}
     if "wheel" in json.loads((rigs.smollm2() / "origin.json").read_text()):
         digests = [
             hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

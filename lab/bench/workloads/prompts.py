@@ -53,7 +53,7 @@ class PromptsWorkload(Workload):
 def read_prompts(path: Path) -> list[WorkItem]:
     """The requests of a JSONL file; empty lines are skipped. Raises UserError with file and line number."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise UserError(f"workload: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:

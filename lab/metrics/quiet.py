@@ -1,0 +1,48 @@
+"""Whether a measurement was disturbed: what else kept the processor busy, and how far its repetitions lie apart. Torch-free."""
+
+import os
+import time
+from pathlib import Path
+
+MOST_BUSY = 0.10  # share of the processor's time that may go elsewhere
+MOST_SPREAD = 0.30  # by which the median repetition may be slower than the best one
+
+_STAT = Path("/proc/stat")
+_IDLE = slice(3, 5)  # idle, iowait
+_COUNTED = slice(0, 8)  # user to steal; the guest fields that follow are counted in user already
+
+
+def is_quiet(busy_share: float | None, spread: float) -> bool:
+    """Whether a measurement may count as undisturbed. `busy_share` is None where the system does not tell."""
+    return spread <= MOST_SPREAD and (busy_share is None or busy_share <= MOST_BUSY)
+
+
+class CpuWatch:
+    """Counts from its making on how much of the machine's processor time goes to anything but this process."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._own_s, self._start_s = _busy_s(), _own_s(), time.perf_counter()
+
+    def busy_share(self) -> float | None:
+        """The share, from 0 to 1, of all cores' time; None where the system does not tell."""
+        seconds, busy_s = time.perf_counter() - self._start_s, _busy_s()
+        if busy_s is None or self._busy_s is None or not seconds:
+            return None
+        others_s = (busy_s - self._busy_s) - (_own_s() - self._own_s)
+        return min(max(others_s / (seconds * (os.cpu_count() or 1)), 0.0), 1.0)
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+def _busy_s() -> float | None:
+    """Seconds that all cores together were busy, or taken by the host, since the start; None where the system does not tell."""
+    try:
+        line = _STAT.read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return None
+    ticks = [int(count) for count in line.split()[1:]]
+    counted = sum(ticks[_COUNTED])
+    return (counted - sum(ticks[_IDLE])) / os.sysconf("SC_CLK_TCK") if counted else None

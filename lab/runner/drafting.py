@@ -1,0 +1,79 @@
+"""Asks the proposer for drafts, holds it to its contract, and keeps what verification will need of them."""
+
+import numpy as np
+import torch
+
+from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.errors import PluginFault
+from lab.runner.batch import Share
+from lab.runner.rows import Rows
+
+
+class Drafting:
+    """Drafts of the live rows: their tokens go into the rows, the distributions they were drawn from are kept here."""
+
+    def __init__(self, proposer: Proposer, rows: Rows, vocab_size: int) -> None:
+        self._proposer = proposer
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._probs: dict[int, torch.Tensor] = {}  # row -> SV, for the drafts that were not one-hot
+
+    @property
+    def num_drafts(self) -> int:
+        return self._proposer.num_drafts
+
+    def propose(self, row_ids: list[int], end_R: np.ndarray) -> dict[int, list[int]]:
+        """Drafts for these rows' next step, by row; `end_R` is the length at which each row ends.
+
+        Raises:
+            PluginFault: the proposer broke its contract.
+        """
+        if not self.num_drafts or not row_ids:
+            return {}
+        rows_R = np.array(row_ids)
+        lengths_R = self._rows.lengths_R[rows_R]
+        # the step that verifies S drafts adds up to S + 1 tokens
+        limits_R = np.clip(end_R - lengths_R - 1, 0, self.num_drafts)
+        draft = self._proposer.propose(ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R))
+        self._check(draft, limits_R.tolist())
+        for index, (row, token_ids) in enumerate(zip(row_ids, draft.token_ids, strict=True)):
+            self._rows.set_drafts(row, token_ids)
+            if draft.probs_RSV is not None:
+                self._probs[row] = draft.probs_RSV[index]
+        return dict(zip(row_ids, draft.token_ids, strict=True))
+
+    def probs(self, shares: list[Share]) -> torch.Tensor | None:
+        """The distributions of the drafts that these shares verify, RSV padded with zeros; None when all are one-hot."""
+        longest = max(share.num_drafts for share in shares)
+        if not longest or not self._probs:
+            return None
+        example = next(iter(self._probs.values()))
+        probs_RSV = example.new_zeros(len(shares), longest, self._vocab_size)
+        for index, share in enumerate(shares):
+            if share.num_drafts:
+                probs_RSV[index, : share.num_drafts] = self._probs[share.row][: share.num_drafts]
+        return probs_RSV
+
+    def forget(self, row: int) -> None:
+        """The row's request is gone."""
+        self._probs.pop(row, None)
+
+    def _check(self, draft: Draft, limits: list[int]) -> None:
+        name = f"spec plugin '{self._proposer.name}'"
+        if len(draft.token_ids) != len(limits):
+            raise PluginFault(f"{name} proposed for {len(draft.token_ids)} rows of {len(limits)}.")
+        for row, (token_ids, limit) in enumerate(zip(draft.token_ids, limits, strict=True)):
+            if len(token_ids) > limit:
+                raise PluginFault(f"{name} proposed {len(token_ids)} drafts for row {row} of its view, whose limit is {limit}.")
+            for token in token_ids:
+                if not 0 <= token < self._vocab_size:
+                    known = f"the vocabulary has 0 to {self._vocab_size - 1}"
+                    raise PluginFault(f"{name} proposed token id {token} for row {row} of its view; {known}.")
+        if draft.probs_RSV is not None:
+            longest = max(map(len, draft.token_ids), default=0)
+            shape = tuple(draft.probs_RSV.shape)
+            if len(shape) != 3 or shape[0] != len(limits) or shape[1] < longest or shape[2] != self._vocab_size:
+                raise PluginFault(
+                    f"{name} gave probabilities of the shape {shape} for {len(limits)} rows, up to {longest} drafts and "
+                    f"{self._vocab_size} tokens."
+                )

@@ -1,0 +1,36 @@
+"""Which plugin serves a component, and the record of the choice."""
+
+import pytest
+
+from lab.capabilities import Needs
+from lab.engine.resolution import resolve
+from lab.errors import UserError
+from lab.settings import PluginChoice
+from tests import plugin_files
+
+
+@pytest.fixture
+def known(own_registry, tmp_path):
+    """Beside lab's own policies: one with options, one whose limits only its import would tell, one that is broken."""
+    plugin_files.policy(tmp_path, "shortest")
+    path = plugin_files.policy(tmp_path, "computed")
+    text = path.read_text().replace("from lab.api", "import math\nfrom lab.api", 1)
+    path.write_text(text.replace("weight: float = 1.0", "weight: float = math.pi"))
+    plugin_files.broken_syntax(tmp_path, "policy", "crooked")
+    own_registry.discover([tmp_path])
+    return own_registry
+
+
+def test_the_record_says_what_was_chosen_and_why_no_other(known):
+    resolved = resolve("policy", PluginChoice("shortest", {"weight": 2}), Needs())
+    assert resolved.make().options.weight == 2.0
+    assert resolved.record["name"] == "shortest" and resolved.record["options"] == {"weight": 2}
+    passed_over = resolved.record["passed_over"]
+    assert passed_over["fcfs"] == ["usable; 'shortest' was asked for"]
+    assert passed_over["computed"] == ["not chosen"] and known.get("policy", "computed").cls is None
+    assert passed_over["crooked"] == ["its file is broken"]
+
+
+def test_a_broken_one_that_was_asked_for_is_told(known):
+    with pytest.raises(UserError, match="SyntaxError"):
+        resolve("policy", PluginChoice("crooked"), Needs())
