@@ -80,13 +80,14 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_fea
   return y;
 }
 
-void set_amx_from_rows(int64_t rows) { amx_from_rows = rows; }
+// For tests and measurements: from how many rows on tiles are used. Returns what it was before.
+int64_t set_amx_from_rows(int64_t rows) { return std::exchange(amx_from_rows, rows); }
 
 }  // namespace
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("linear(Tensor x, Tensor packed, int out_features) -> Tensor");
-  library.def("set_amx_from_rows(int rows) -> ()", &set_amx_from_rows);
+  library.def("set_amx_from_rows(int rows) -> int", &set_amx_from_rows);
 }
 
 TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) { library.impl("linear", TORCH_FN(linear)); }
