@@ -57,9 +57,9 @@ def test_the_product_for_any_number_of_rows(linear, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
-def test_more_rows_than_a_panel(linear, dtype):
-    w_OI, x_TI = random(80, 1536, dtype=dtype), random(700, 1536, dtype=dtype, seed=1)
-    check(linear(x_TI, _cpu_linear.pack(w_OI), 80), x_TI, w_OI)
+def test_more_outputs_than_a_panel_and_many_rows(linear, dtype):
+    w_OI, x_TI = random(1000, 1536, dtype=dtype), random(300, 1536, dtype=dtype, seed=1)
+    check(linear(x_TI, _cpu_linear.pack(w_OI), 1000), x_TI, w_OI)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -139,18 +139,17 @@ inline void by_tiles(const Linear<BFloat16>& linear, int64_t begin, int64_t end)
     for (; block + 4 <= end; block += 4) few_rows<4>(linear, block);
     for (; block < end; block++) few_rows<1>(linear, block);
   } else {
-    // As many rows at a time as leave the inputs in the second cache; over them two blocks of weights, in the first.
-    int64_t panel = (int64_t{1} << 19) / linear.depth / 32 * 32;
-    panel = panel < 32 ? 32 : panel;
-    for (int64_t first = 0; first < rows; first += panel) {
-      const int64_t stop = first + panel < rows ? first + panel : rows;
-      for (int64_t block = begin; block < end; block += 2) {
-        const int64_t other = block + 1 < end ? block + 1 : block;
-        for (int64_t row = first; row < stop; row += 32) {
-          // The last tiles reach back over rows already done instead of past the end.
-          const int64_t upper = row + 16 <= rows ? row : rows - 16, lower = row + 32 <= rows ? row + 16 : rows - 16;
-          many_rows(linear, upper, lower, block, other);
-        }
+    // As many weights at a time (1 MiB) as stay in the second cache; 32 rows of inputs are in the first meanwhile, and the
+    // output is written along its rows.
+    int64_t panel = (int64_t{1} << 18) / (linear.depth * kLanes) * 2;
+    panel = panel < 2 ? 2 : panel;
+    for (int64_t first = begin; first < end; first += panel) {
+      const int64_t stop = first + panel < end ? first + panel : end;
+      for (int64_t row = 0; row < rows; row += 32) {
+        // The last tiles reach back over rows already done instead of past the end.
+        const int64_t upper = row + 16 <= rows ? row : rows - 16, lower = row + 32 <= rows ? row + 16 : rows - 16;
+        for (int64_t block = first; block < stop; block += 2)
+          many_rows(linear, upper, lower, block, block + 1 < stop ? block + 1 : block);
       }
     }
   }
