@@ -17,6 +17,7 @@ from lab.cli.machine import devices, folder_bytes, memory_bytes, unusable, usabl
 from lab.cli.table import in_bytes, print_table
 from lab.compile.toolchain import find_compiler
 from lab.errors import UserError
+from lab.native import compiler
 
 PACKAGES = (
     "torch",
@@ -31,7 +32,7 @@ PACKAGES = (
     "rich",
     "ninja",
 )
-CACHES = ("models", "compile", "device")
+CACHES = ("models", "compile", "native", "device")
 
 
 def doctor(arguments: Arguments) -> int:

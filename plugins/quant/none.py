@@ -1,9 +1,10 @@
 """Weights in the model's own dtype: the reference of the quant kind, and the plain way to run.
 
-On the CPU a weight is repacked once into oneDNN's own layout, which makes the product about twice as fast as
-torch.nn.functional.linear for a few rows, in float32 and bfloat16. A packed tensor cannot be part of a compiled graph, so
-the product is one opaque op that gets a handle, an ordinary tensor, and looks the packed weight up. A dtype that oneDNN
-cannot multiply on this machine (float16, bfloat16 on old CPUs) and every other device use torch.nn.functional.linear.
+On the CPU a weight is repacked once, for own kernels (see _cpu_linear) or, where those cannot be built and for float16, into
+oneDNN's own layout. Both multiply a few rows about twice as fast as torch.nn.functional.linear. A tensor in oneDNN's layout
+cannot be part of a compiled graph, so that product is one opaque op that gets a handle, an ordinary tensor, and looks the
+packed weight up. A dtype that oneDNN cannot multiply on this machine either (float16 on most CPUs) and every other device use
+torch.nn.functional.linear.
 """
 
 import itertools
@@ -13,6 +14,8 @@ import torch
 from torch.nn import functional
 
 from lab.api import Capabilities, LinearSpec, ParamSpec, Quant, register
+
+from . import _cpu_linear
 
 _packed: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # owned by the layers
 _handles = itertools.count()
@@ -45,7 +48,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 @register("quant", "none")
 class NoQuant(Quant):
-    """Weights in the model's own dtype (on the CPU repacked for oneDNN)."""
+    """Weights in the model's own dtype (on the CPU repacked for the kernels that multiply by them)."""
 
     capabilities = Capabilities(devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe"})
 
@@ -54,6 +57,8 @@ class NoQuant(Quant):
 
     def finish(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> dict[str, torch.Tensor]:
         weight = w["weight"]
+        if _cpu_linear.serves(weight):
+            return {"blocks": _cpu_linear.pack(weight)}
         if not _can_pack(weight):
             return {"weight": weight}
         number = next(_handles)
@@ -61,10 +66,14 @@ class NoQuant(Quant):
         return {"handle": torch.tensor(number), "packed": packed}
 
     def apply(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
+        if "blocks" in w:
+            return _cpu_linear.linear(x_TI, w["blocks"], spec.out_features)
         if "handle" in w:
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
 
     def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
+        if "blocks" in w:
+            return _cpu_linear.unpack(w["blocks"], spec.out_features, spec.in_features).float()
         weight_OI = w["packed"].to_dense() if "packed" in w else w["weight"]
         return weight_OI.float()

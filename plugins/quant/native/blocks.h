@@ -1,0 +1,48 @@
+// How a weight of O outputs and I inputs is stored: in blocks of 16 outputs, each block one stream read front to back.
+//
+//   float32    block[i][o]          input i, output o of 16
+//   bfloat16   block[i / 2][o][2]   pairs of inputs, as the dot product instructions of AVX-512 and the tiles of AMX want them
+//
+// I is padded with zeros to a multiple of 32 (the depth of an AMX tile in bfloat16), O to one of 16. A block of 32 inputs is
+// then exactly one AMX tile of 1 KiB. The same copy serves every number of rows.
+#pragma once
+
+#include "vectors.h"
+
+namespace lab {
+
+constexpr int64_t kDepth = 32;  // what the inputs are padded to
+
+template <typename T>
+struct Linear {
+  const T* x;          // M rows of `depth` inputs
+  int64_t x_stride;    // from row to row
+  const T* weights;    // blocks
+  T* y;                // M rows of `outputs`
+  int64_t rows;        // M
+  int64_t depth;       // I, padded
+  int64_t outputs;     // O
+
+  const T* block(int64_t b) const { return weights + b * depth * kLanes; }
+};
+
+inline void store(Floats sum, float* to, int64_t lanes) { std::memcpy(to, &sum, lanes * sizeof(float)); }
+
+inline void store(Floats sum, BFloat16* to, int64_t lanes) {
+  const Halves halves = narrow(sum);
+  std::memcpy(to, &halves, lanes * sizeof(BFloat16));
+}
+
+// Sixteen outputs of one row; the last block may hold fewer.
+template <typename T>
+inline void store_block(const Linear<T>& linear, int64_t row, int64_t block, Floats sum) {
+  const int64_t first = block * kLanes, left = linear.outputs - first;
+  T* to = linear.y + row * linear.outputs + first;
+  if (left >= kLanes) {
+    store(sum, to, kLanes);  // a constant size becomes one instruction
+  } else {
+    store(sum, to, left);
+  }
+}
+
+}  // namespace lab

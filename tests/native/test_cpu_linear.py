@@ -1,0 +1,142 @@
+"""The CPU kernels of linear layers against float64, on every path that this machine can take."""
+
+import platform
+
+import pytest
+import torch
+
+from lab import native
+from plugins.quant import _cpu_linear
+
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100)
+SHAPES = ((72, 50), (100, 33), (1, 7), (31, 1), (64, 64), (576, 192), (1536, 576), (512, 2050))  # (in, out)
+ERROR = {torch.float32: 3e-6, torch.bfloat16: 8e-3}  # of the largest output; bfloat16 rounds it to 8 bits
+X86 = platform.machine() in ("x86_64", "AMD64")
+BUILDS = {"native": (), "avx2": ("-march=haswell",), "portable": ("-march=x86-64",)} if X86 else {"native": ()}
+ALL_ROWS_BY_VECTORS = 1 << 30
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=f"cannot build here: {native.available()}")
+
+
+def operators(build: str):
+    """The kernels compiled for the named instruction set; the native ones are those that the plugin uses."""
+    name = _cpu_linear.NAMESPACE + ("" if build == "native" else f"_{build}")
+    native.load(name, _cpu_linear.SOURCES, flags=BUILDS[build])
+    return getattr(torch.ops, name)
+
+
+@pytest.fixture(params=[*BUILDS, "native, all by tiles", "native, all by vectors"])
+def linear(request):
+    build, _, path = request.param.partition(", ")
+    ops = operators(build)
+    before = ops.set_amx_from_rows({"all by tiles": 1, "all by vectors": ALL_ROWS_BY_VECTORS}.get(path, 2))
+    yield ops.linear
+    ops.set_amx_from_rows(before)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(y_TO: torch.Tensor, x_TI: torch.Tensor, w_OI: torch.Tensor) -> None:
+    expected = x_TI.double() @ w_OI.double().T
+    assert y_TO.shape == expected.shape and y_TO.dtype == x_TI.dtype
+    if y_TO.numel():
+        assert (y_TO.double() - expected).abs().max() <= ERROR[x_TI.dtype] * max(expected.abs().max(), 1)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_for_any_number_of_rows(linear, shape, dtype):
+    inputs, outputs = shape
+    w_OI = random(outputs, inputs, dtype=dtype)
+    packed = _cpu_linear.pack(w_OI)
+    for rows in ROWS:
+        x_TI = random(rows, inputs, dtype=dtype, seed=rows)
+        check(linear(x_TI, packed, outputs), x_TI, w_OI)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_more_outputs_than_a_panel_and_many_rows(linear, dtype):
+    w_OI, x_TI = random(1000, 1536, dtype=dtype), random(300, 1536, dtype=dtype, seed=1)
+    check(linear(x_TI, _cpu_linear.pack(w_OI), 1000), x_TI, w_OI)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same_bits(linear, threads):
+    w_OI, x_TI = random(336, 64, dtype=torch.bfloat16), random(7, 64, dtype=torch.bfloat16, seed=1)
+    packed = _cpu_linear.pack(w_OI)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = linear(x_TI, packed, 336)
+        torch.set_num_threads(threads)
+        assert torch.equal(linear(x_TI, packed, 336), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_inputs_that_are_not_contiguous(linear, dtype):
+    w_OI = random(48, 64, dtype=dtype)
+    packed = _cpu_linear.pack(w_OI)
+    wide = random(20, 128, dtype=dtype, seed=1)
+    for x_TI in (wide[:, 64:], wide[::2, :64], wide.T[:64, :].T, wide[:1, :64].expand(5, 64), wide.T.contiguous().T[:, 64:]):
+        check(linear(x_TI, packed, 48), x_TI, w_OI)
+
+
+def test_what_is_not_finite_stays_so_in_its_own_row_and_output(linear):
+    for dtype in ERROR:
+        w_OI, x_TI = random(40, 64, dtype=dtype), random(5, 64, dtype=dtype, seed=1)
+        x_TI[2, 3] = float("nan")
+        x_TI[4] = float("inf")
+        w_OI[:, :] = w_OI.abs()
+        y_TO = linear(x_TI, _cpu_linear.pack(w_OI), 40)
+        assert y_TO[2].isnan().all() and (y_TO[4] == float("inf")).all() and y_TO[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unpack_gives_the_weight_back(shape, dtype):
+    w_OI = random(*shape, dtype=dtype)
+    assert torch.equal(_cpu_linear.unpack(_cpu_linear.pack(w_OI), *shape), w_OI)
+
+
+@pytest.mark.parametrize(
+    ("x", "packed", "outputs"),
+    [((2, 65), (1, 64, 16), 16), ((2, 64), (1, 64, 16), 17), ((2, 2, 64), (1, 64, 16), 16), ((2, 64), (64, 16), 16)],
+)
+def test_sizes_that_do_not_fit_are_refused(linear, x, packed, outputs):
+    with pytest.raises(RuntimeError):
+        linear(torch.zeros(x), torch.zeros(packed), outputs)
+
+
+def test_dtypes_that_do_not_fit_are_refused(linear):
+    with pytest.raises(RuntimeError, match="one dtype"):
+        linear(torch.zeros(2, 64), torch.zeros(1, 64, 16, dtype=torch.bfloat16), 16)
+    with pytest.raises(RuntimeError, match="float32 or bfloat16"):
+        linear(torch.zeros(2, 64).half(), torch.zeros(1, 64, 16).half(), 16)
+
+
+def test_a_missing_compiler_is_said_and_served_without(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    _cpu_linear.ready.cache_clear()
+    try:
+        assert not _cpu_linear.serves(torch.zeros(1))
+        assert not _cpu_linear.serves(torch.zeros(1))
+    finally:
+        _cpu_linear.ready.cache_clear()
+    assert capsys.readouterr().err.count("install g++") == 1
+
+
+def test_a_compiled_layer_takes_any_number_of_rows_in_one_graph():
+    assert _cpu_linear.serves(torch.zeros(1))
+    w_OI = random(368, 64, dtype=torch.float32)  # no size equals a number of rows, or torch would take them for one
+    packed = _cpu_linear.pack(w_OI)
+    compiled = torch.compile(lambda x, w: _cpu_linear.linear(x, w, 368) + 1, dynamic=True, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for rows in (5, 9, 40):
+        x_TI = random(rows, 64, dtype=torch.float32, seed=rows)
+        check(compiled(x_TI, packed) - 1, x_TI, w_OI)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
