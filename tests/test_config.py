@@ -390,6 +390,12 @@ class TestSweeps:
         assert [(s.attention.name, s.cache.block_size) for s in found] == [("sdpa", 8), ("sdpa", 16)]
         assert plan_sweep(["experiment=study", "hydra.mode=RUN"], [tmp_path], multirun=False) is None
 
+    def test_the_study_that_comes_with_lab(self):
+        plan = plan_sweep(["+experiment=block_size"], multirun=False)
+        found = [compose(point) for point in plan.points]
+        assert plan.swept == ["cache.block_size"] and [s.cache.block_size for s in found] == [8, 16, 32]
+        assert {s.workload.name for s in found} == {"random"} and found[0].workload.options["num_requests"] == 8
+
     def test_folders_are_those_that_hydra_names(self):
         overrides = ["hydra.job.name=abc", "hydra.sweep.dir=there", "hydra.run.dir=here"]
         assert plan_sweep([*overrides, "seed=1,2"], multirun=True).directory == "there"

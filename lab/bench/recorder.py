@@ -122,7 +122,7 @@ class Recorder:
     def close(self) -> None:
         """Say at the end what was not said for every request."""
         if self.num_refused > self.NUM_SHOWN:
-            log.warning("and %d more were refused, see requests.jsonl", self.num_refused - self.NUM_SHOWN)
+            log.warning("further requests refused: %d, see requests.jsonl", self.num_refused - self.NUM_SHOWN)
 
     def _lines(self, output: RequestOutput, planned: Planned) -> list[dict[str, Any]]:
         self.last_s = self._engine.clock()

@@ -32,6 +32,13 @@ class CpuWatch:
         return min(max(others_s / (seconds * (os.cpu_count() or 1)), 0.0), 1.0)
 
 
+def busy_now(seconds: float = 0.3) -> bool:
+    """A short look: whether others keep the processor busy at this moment."""
+    watch = CpuWatch()
+    time.sleep(seconds)
+    return not is_quiet(watch.busy_share(), 0.0)
+
+
 def _own_s() -> float:
     times = os.times()
     return times.user + times.system

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from lab.cache import cache_dir
 from lab.errors import UserError
-from lab.metrics.quiet import CpuWatch, is_quiet
+from lab.metrics.quiet import CpuWatch, busy_now, is_quiet
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 FORMAT_VERSION = 2  # of the remembered measurement
@@ -147,13 +147,14 @@ def measure_device(
     Args:
         kind: cpu or cuda.
         threads: that torch computes with; by default as many as a run takes, one for each usable core.
-        again: measure even if there is a quiet measurement, and keep the higher of both, as always.
+        again: measure even if there is a quiet measurement, and keep the higher of both, as always. Without it one that
+            was disturbed is made again too, unless a short look finds the machine busy still.
         log: told before a measurement starts, and when it was disturbed.
     """
     say = log or (lambda text: None)
     threads = threads or usable_cores()
     known = known_device(kind, threads)
-    if known is not None and known.quiet and not again:
+    if known is not None and not again and (known.quiet or busy_now()):
         return known
     if known is None or again:
         say(f"Measuring the {kind} device once (some seconds): memory bandwidth and peak arithmetic rate.")
@@ -161,7 +162,9 @@ def measure_device(
         say(f"Measuring the {kind} device again (some seconds): the machine was busy when it was measured, {known.measured}.")
     facts = _measure_apart(kind, threads)
     if not facts.quiet:
-        say(f"The machine is busy{_elsewhere(facts)}: what was measured may be far too low, and the next run measures again.")
+        say(
+            f"The machine is busy{_elsewhere(facts)}: what was measured may be far too low, and a run on a quieter machine measures again."
+        )
     if known is not None:
         facts = _higher(facts, known)
     _remember(_facts_path(kind, threads), facts)

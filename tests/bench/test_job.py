@@ -107,10 +107,10 @@ def test_a_request_that_never_fits_the_cache_is_refused_by_the_engine(run):
 def test_many_refusals_are_told_in_few_lines(run):
     outcome = run([{"prompt_token_ids": [999]}] * 7 + [{"prompt": "ABC"}])
     text = (outcome.folder / "log.txt").read_text()
-    assert text.count("was refused") == 3 and "and 4 more were refused, see requests.jsonl" in text
+    assert text.count("was refused") == 3 and "further requests refused: 4, see requests.jsonl" in text
     assert sum(line["error"] is not None for line in outcome.lines("requests")) == 7
     few = run([{"prompt_token_ids": [999]}] * 3 + [{"prompt": "ABC"}])
-    assert "more were refused" not in (few.folder / "log.txt").read_text()
+    assert "further requests refused" not in (few.folder / "log.txt").read_text()
 
 
 def test_a_run_of_refusals_is_the_users_mistake(run, tmp_path):

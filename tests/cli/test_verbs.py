@@ -160,7 +160,7 @@ class TestRoofline:
 
     def test_a_disturbed_measurement_can_be_made_again(self, lab, model, monkeypatch):
         better = dataclasses.replace(FACTS, bandwidth=80e9, flops=dict.fromkeys(FACTS.flops, 1.0))
-        monkeypatch.setattr(roofline, "_measure_apart", lambda kind: better)
+        monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: better)
         argv = ("roofline", f"model.path={model}", "model.dtype=float32", "--json")
         assert json.loads(lab(*argv).out)["bandwidth_gb_s"] == 40
         assert json.loads(lab(*argv, "--measure").out)["bandwidth_gb_s"] == 80

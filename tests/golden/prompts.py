@@ -23,14 +23,34 @@ def token_prompts(vocab_size: int = 256, seed: int = 0) -> list[list[int]]:
 
 
 TEXTS = (
-    "Water boils at", "Once upon a time, in a small village by the sea,", "def fibonacci(n):\n    ", "The three primary colours are",
-    "Dear Sir or Madam,\n\nI am writing to", "1, 2, 4, 8, 16,", "Q: What is photosynthesis?\nA:", "import numpy as np\n\n",
-    "The train leaves at seven, and", "In 1969, humans first", "SELECT name FROM users WHERE", "Roses are red,", "A good cup of tea needs",
-    "The largest planet in the solar system", "<html>\n<head>\n<title>", "My favourite season is autumn because", "To be or not to be,",
-    "Ingredients:\n- 200 g flour\n- 2 eggs\n", "She opened the letter and", "The capital of Italy is", "Monday, Tuesday, Wednesday,",
-    "If x = 3 and y = 4, then x + y =", "The old clock on the wall", "class Stack:\n    def __init__(self):\n",
-    "Translate to French: 'good morning' means", "A triangle has three", "The recipe calls for two cups of",
-)  # fmt: skip
+    "Water boils at",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The three primary colours are",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 2, 4, 8, 16,",
+    "Q: What is photosynthesis?\nA:",
+    "import numpy as np\n\n",
+    "The train leaves at seven, and",
+    "In 1969, humans first",
+    "SELECT name FROM users WHERE",
+    "Roses are red,",
+    "A good cup of tea needs",
+    "The largest planet in the solar system",
+    "<html>\n<head>\n<title>",
+    "My favourite season is autumn because",
+    "To be or not to be,",
+    "Ingredients:\n- 200 g flour\n- 2 eggs\n",
+    "She opened the letter and",
+    "The capital of Italy is",
+    "Monday, Tuesday, Wednesday,",
+    "If x = 3 and y = 4, then x + y =",
+    "The old clock on the wall",
+    "class Stack:\n    def __init__(self):\n",
+    "Translate to French: 'good morning' means",
+    "A triangle has three",
+    "The recipe calls for two cups of",
+)
 
 SENTENCES = (
     "The harbour was quiet when the first boats came in, heavy with the night's catch.",

@@ -76,6 +76,7 @@ def test_a_measurement_is_remembered_and_measuring_again_keeps_the_higher(cache,
 
 
 def test_a_disturbed_measurement_is_made_again_until_one_was_quiet(cache, monkeypatch):
+    monkeypatch.setattr(roofline, "busy_now", lambda: False)
     noisy = replace(FACTS, bandwidth=3e9, flops={"float32": 300e9, "bfloat16": 50e9}, quiet=False, busy_share=0.5)
     measured = [noisy, replace(noisy, bandwidth=2e9, measured="later"), FACTS]
     monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
@@ -159,3 +160,13 @@ def test_measuring_this_machine_gives_possible_figures(cache, monkeypatch):
     assert facts.bandwidth > 1e8 and all(rate > 1e8 for rate in facts.flops.values())
     assert set(facts.flops) == {"float32", "bfloat16", "float16"}
     assert facts.memory_bytes > 1 << 28 and facts.name
+
+
+def test_a_disturbed_measurement_stays_while_the_machine_is_busy(cache, monkeypatch):
+    """Else every run on a busy machine would pay for a measurement that is worth nothing again."""
+    noisy = replace(FACTS, quiet=False, busy_share=0.5)
+    measured = [noisy]
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop())
+    monkeypatch.setattr(roofline, "busy_now", lambda: True)
+    assert measure_device() == noisy and not measured
+    assert measure_device() == noisy
