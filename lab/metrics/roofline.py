@@ -162,9 +162,8 @@ def measure_device(
         say(f"Measuring the {kind} device again (some seconds): the machine was busy when it was measured, {known.measured}.")
     facts = _measure_apart(kind, threads)
     if not facts.quiet:
-        say(
-            f"The machine is busy{_elsewhere(facts)}: what was measured may be far too low, and a run on a quieter machine measures again."
-        )
+        advice = "what was measured may be far too low, and a run on a quieter machine measures again"
+        say(f"The machine is busy{_elsewhere(facts)}: {advice}.")
     if known is not None:
         facts = _higher(facts, known)
     _remember(_facts_path(kind, threads), facts)

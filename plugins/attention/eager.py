@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lab.api import Capabilities, register
+
 from ._paged import PlainPaged
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lab.api import Capabilities, register
+
 from ._paged import PlainPaged
 
 BATCHED_UP_TO = 16  # tokens a row; longer rows fill the machine alone
