@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},
     "checks": LEAVES | {"registry", "kv", "sched", "model", "sample", "runner", "engine", "checks"},
     "report": LEAVES | {"metrics", "report"},
-    "cli": LEAVES | {"plugin_source", "registry", "config", "compile", "engine", "model", "metrics", "bench", "checks", "report", "cli"},
+    "cli": LEAVES | {"plugin_source", "registry", "config", "engine", "model", "metrics", "bench", "checks", "report", "cli"},
     "__main__": {"errors", "config", "registry", "cli"},
     "__init__": {"errors", "sampling_params", "engine"},
 }
@@ -62,7 +62,7 @@ PLUGINS_MAY_IMPORT = {"torch", "numpy", "triton", "plugins"} | set(sys.stdlib_mo
 NEITHER_TORCH_NOR_NUMPY = (
     *("lab", "lab.errors", "lab.types", "lab.sampling_params", "lab.settings", "lab.typed", "lab.cache", "lab.context"),
     *("lab.capabilities", "lab.registry", "lab.api", "lab.kv.blocks", "lab.kv.prefix", "lab.sched"),
-    *("lab.compile.dispatch", "lab.compile.toolchain"),
+    "lab.compile.dispatch",
 )
 NO_TORCH = ("lab.config", "lab.__main__", "lab.cli", "lab.model.config")
 

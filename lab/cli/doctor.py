@@ -15,9 +15,8 @@ from lab.cache import cache_dir
 from lab.cli.arguments import Arguments
 from lab.cli.machine import devices, folder_bytes, memory_bytes, unusable, usable_cores
 from lab.cli.table import in_bytes, print_table
-from lab.compile.toolchain import find_compiler
 from lab.errors import UserError
-from lab.native import compiler
+from lab.native import find_compiler
 
 PACKAGES = (
     "torch",

@@ -14,10 +14,10 @@ from lab.cache import cache_dir
 from lab.capabilities import GRAPH_SUPPORT
 from lab.compile.dispatch import Dispatcher, derived_sizes, settle
 from lab.compile.graphs import CudaRuntime, DirectForward, GraphStore
-from lab.compile.toolchain import find_compiler
 from lab.contracts.attention import Attention
 from lab.errors import UserError
 from lab.model.config import ModelConfig
+from lab.native import find_compiler
 from lab.settings import CompileSettings
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from lab.compile.program import Unit
-from lab.compile.toolchain import find_compiler
+from lab.native import find_compiler
 
 DATA_PTR_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # by which a kernel's binding finds torch's tensors
 INDUCTOR_SETTINGS = {

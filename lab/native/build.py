@@ -41,14 +41,14 @@ class BuildError(UserError):
     """The library cannot be built on this machine; the message says why."""
 
 
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """The C++ compiler that torch would use: that of CXX, or the first one found."""
     return next((found for name in (os.environ.get("CXX"), *COMPILERS) if name and (found := shutil.which(name))), None)
 
 
 def available() -> str | None:
     """Why nothing can be built here, and what to install; None when building is possible."""
-    if compiler() is None:
+    if find_compiler() is None:
         return "no C++ compiler was found; install g++ (or clang++ with libomp), or set CXX to one"
     return None
 
@@ -83,7 +83,7 @@ def _key(name: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
 
 
 def _compiler_version() -> str:
-    path = compiler()
+    path = find_compiler()
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     return f"{path}\n{done.stdout}"
 
@@ -143,7 +143,7 @@ def _build(name: str, library: Path, sources: Sequence[Path], flags: Sequence[st
         pairs = zip(sources, objects, strict=True)
         _run(name, [[*_compile(name, flags), "-c", str(source), "-o", str(target)] for source, target in pairs])
         linked = folder / library.name
-        _run(name, [[compiler(), "-shared", *map(str, objects), "-o", str(linked), *_libraries()]])
+        _run(name, [[find_compiler(), "-shared", *map(str, objects), "-o", str(linked), *_libraries()]])
         with linked.open("ab") as file:
             file.write(_digest(linked.read_bytes()))
         linked.replace(library)
@@ -153,7 +153,7 @@ def _build(name: str, library: Path, sources: Sequence[Path], flags: Sequence[st
 
 def _compile(name: str, flags: Sequence[str]) -> list[str]:
     include = _torch_folder() / "include"
-    return [compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-isystem{include}", *flags]
+    return [find_compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-isystem{include}", *flags]
 
 
 def _libraries() -> list[str]:
