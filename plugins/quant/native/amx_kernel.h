@@ -98,6 +98,8 @@ inline void few_rows(const Linear<BFloat16>& linear, int64_t block) {
 }
 
 // 16 rows from `upper` and 16 from `lower` on (they may overlap), two blocks; `other` is `block` where there is no second.
+// `Ahead`: whether the weights come from memory, and not from the rows before.
+template <bool Ahead>
 inline void many_rows(const Linear<BFloat16>& linear, int64_t upper, int64_t lower, int64_t block, int64_t other) {
   const BFloat16 *w0 = linear.block(block), *w1 = linear.block(other);
   const BFloat16 *x0 = linear.x + upper * linear.x_stride, *x1 = linear.x + lower * linear.x_stride;
@@ -107,6 +109,10 @@ inline void many_rows(const Linear<BFloat16>& linear, int64_t upper, int64_t low
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < linear.depth; i += kDepth) {
+    if constexpr (Ahead) {
+      ahead(w0 + i * kLanes);
+      ahead(w1 + i * kLanes);
+    }
     _tile_loadd(4, x0 + i, stride);
     _tile_loadd(6, w0 + i * kLanes, 64);
     _tile_loadd(7, w1 + i * kLanes, 64);
@@ -148,8 +154,10 @@ inline void by_tiles(const Linear<BFloat16>& linear, int64_t begin, int64_t end)
       for (int64_t row = 0; row < rows; row += 32) {
         // The last tiles reach back over rows already done instead of past the end.
         const int64_t upper = row + 16 <= rows ? row : rows - 16, lower = row + 32 <= rows ? row + 16 : rows - 16;
-        for (int64_t block = first; block < stop; block += 2)
-          many_rows(linear, upper, lower, block, block + 1 < stop ? block + 1 : block);
+        for (int64_t block = first; block < stop; block += 2) {
+          const int64_t other = block + 1 < stop ? block + 1 : block;
+          row == 0 ? many_rows<true>(linear, upper, lower, block, other) : many_rows<false>(linear, upper, lower, block, other);
+        }
       }
     }
   }
