@@ -80,21 +80,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
 
-    blocks = BlockManager(
-        num_blocks,
-        settings.cache.block_size,
-        enable_prefix_caching=settings.cache.enable_prefix_caching,
-        hash_algo=settings.cache.hash_algo,
-        extra_keys=(_name(backends[0].spec.kv_dtype),),
-    )
-    scheduler = Scheduler(
-        settings.scheduler,
-        blocks,
-        chosen["policy"].make(),
-        max_model_len=max_model_len,
-        num_drafts=proposer.num_drafts,
-        debug=settings.debug,
-    )
+    scheduler = _scheduler(settings, chosen, num_blocks, _name(backends[0].spec.kv_dtype), max_model_len, proposer.num_drafts)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -115,7 +101,24 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         },
         compile=_compile_facts(compiled, runner),
     )
-    return Engine(settings, scheduler, blocks, executor, facts, clock)
+    return Engine(settings, scheduler, scheduler.blocks, executor, facts, clock)
+
+
+def _scheduler(
+    settings: Settings, chosen: dict[str, Resolved], num_blocks: int, kv_dtype: str, max_model_len: int, num_drafts: int
+) -> Scheduler:
+    """The scheduler with its block manager."""
+    blocks = BlockManager(
+        num_blocks,
+        settings.cache.block_size,
+        enable_prefix_caching=settings.cache.enable_prefix_caching,
+        hash_algo=settings.cache.hash_algo,
+        extra_keys=(kv_dtype,),
+    )
+    policy = chosen["policy"].make()
+    return Scheduler(
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+    )
 
 
 def _warm_runner(
