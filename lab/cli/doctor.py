@@ -16,7 +16,7 @@ from lab.cli.arguments import Arguments
 from lab.cli.machine import devices, folder_bytes, memory_bytes, unusable, usable_cores
 from lab.cli.table import in_bytes, print_table
 from lab.errors import UserError
-from lab.native import find_compiler
+from lab.native import find_compiler, has_python_headers
 
 PACKAGES = (
     "torch",
@@ -83,6 +83,8 @@ def _will_not_run(found: dict[str, Any]) -> list[str]:
     problems = [f"{name} is not installed" for name, known in found["packages"].items() if known is None]
     if found["compiler"] is None:
         problems.append("no C++ compiler (install g++ or clang): nothing is compiled, every run is eager")
+    elif not has_python_headers():
+        problems.append("no C headers of Python (install python3-dev): no model is compiled, every run is eager")
     if "cuda" not in found["devices"]:
         problems.append("no CUDA device: device=cuda, and every plugin that needs one")
     return problems + [f"{name}: {'; '.join(reasons)}" for name, reasons in found["unusable_plugins"].items()]

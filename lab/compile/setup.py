@@ -17,7 +17,7 @@ from lab.compile.graphs import CudaRuntime, DirectForward, GraphStore
 from lab.contracts.attention import Attention
 from lab.errors import UserError
 from lab.model.config import ModelConfig
-from lab.native import find_compiler
+from lab.native import find_compiler, has_python_headers
 from lab.settings import CompileSettings
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lab")
 
 NO_COMPILER = "no C++ compiler is installed; install g++ (Debian, Ubuntu: apt install g++), or name one in CXX"
+NO_HEADERS = "Python's C headers are not installed; install them (Debian, Ubuntu: apt install python3-dev)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,16 @@ def compile_for_run(
 
 def settle_mode(asked: str, device: torch.device) -> str:
     """What compile.mode comes to: `auto` compiles where it can and says so where it cannot."""
-    if asked == "none" or device.type != "cpu" or find_compiler() is not None:
-        return "none" if asked == "none" else "piecewise"
+    if asked == "none":
+        return "none"
+    obstacle = None
+    if device.type == "cpu":
+        obstacle = NO_COMPILER if find_compiler() is None else None if has_python_headers() else NO_HEADERS
+    if obstacle is None:
+        return "piecewise"
     if asked != "auto":
-        raise UserError(f"compile.mode={asked}: {NO_COMPILER}. Or run eagerly with compile.mode=none.")
-    log.warning("%s: the model runs eagerly, and slower", NO_COMPILER)
+        raise UserError(f"compile.mode={asked}: {obstacle}. Or run eagerly with compile.mode=none.")
+    log.warning("%s: the model runs eagerly, and slower", obstacle)
     return "none"
 
 

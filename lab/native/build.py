@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,11 @@ class BuildError(UserError):
 def find_compiler() -> str | None:
     """The C++ compiler that torch would use: that of CXX, or the first one found."""
     return next((found for name in (os.environ.get("CXX"), *COMPILERS) if name and (found := shutil.which(name))), None)
+
+
+def has_python_headers() -> bool:
+    """Whether Python.h is installed, which torch's compiled CPU code includes. Extensions of this package do without."""
+    return (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def available() -> str | None:

@@ -198,3 +198,12 @@ class TestNoCompiler:
             setup.UserError, match=r"compile.mode=piecewise: no C\+\+ compiler .*install g\+\+.*compile.mode=none"
         ):
             open_llm("compile.mode=piecewise")
+
+
+def test_without_the_headers_of_python_auto_is_eager_and_a_named_mode_is_refused(monkeypatch, caplog):
+    monkeypatch.setattr(setup, "has_python_headers", lambda: False)
+    with caplog.at_level(logging.WARNING, "lab"):
+        assert setup.settle_mode("auto", torch.device("cpu")) == "none"
+    assert "python3-dev" in caplog.text
+    with pytest.raises(setup.UserError, match="python3-dev"):
+        setup.settle_mode("piecewise", torch.device("cpu"))
