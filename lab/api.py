@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lab import native
 from lab.capabilities import API_VERSION, Capabilities
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.contracts.moe import Moe
@@ -36,5 +37,6 @@ __all__ = [
     "Workload",
     "dataclass",
     "field",
+    "native",
     "register",
 ]

@@ -25,7 +25,7 @@ MODULE_LINES, MODULE_LINES_AIM, FUNCTION_LINES, CLASS_METHODS = 600, 400, 80, 20
 
 # What each part of lab may import of lab at run time. An import for type checking only is free. The order is that of the
 # layers: nothing imports from below itself, apart from lab.__init__, which offers the engine on demand.
-LEAVES = {"errors", "types", "sampling_params", "settings", "capabilities", "typed", "cache", "context", "contracts"}
+LEAVES = {"errors", "types", "sampling_params", "settings", "capabilities", "typed", "cache", "context", "contracts", "native"}
 MAY_IMPORT = {
     "errors": set(),
     "sampling_params": {"errors"},
@@ -33,12 +33,13 @@ MAY_IMPORT = {
     "settings": {"errors", "sampling_params"},
     "typed": {"errors"},
     "cache": {"errors"},
+    "native": {"cache", "errors", "native"},
     "context": set(),
     "capabilities": {"errors"},
     "plugin_source": {"capabilities", "errors"},
     "registry": {"plugin_source", "capabilities", "typed", "errors"},
     "contracts": {"capabilities", "types", "errors"},
-    "api": {"contracts", "capabilities", "registry", "types", "errors"},
+    "api": {"contracts", "capabilities", "registry", "native", "types", "errors"},
     "config": {"registry", "settings", "typed", "errors"},
     "kv": LEAVES | {"kv"},
     "sched": LEAVES | {"api", "kv", "sched"},

@@ -13,9 +13,10 @@ import lab
 from lab import registry
 from lab.cache import cache_dir
 from lab.cli.arguments import Arguments
-from lab.cli.machine import compiler, devices, folder_bytes, memory_bytes, unusable, usable_cores
+from lab.cli.machine import devices, folder_bytes, memory_bytes, unusable, usable_cores
 from lab.cli.table import in_bytes, print_table
 from lab.errors import UserError
+from lab.native import compiler
 
 PACKAGES = (
     "torch",
@@ -30,7 +31,7 @@ PACKAGES = (
     "rich",
     "ninja",
 )
-CACHES = ("models", "compile", "device")
+CACHES = ("models", "compile", "native", "device")
 
 
 def doctor(arguments: Arguments) -> int:

@@ -1,14 +1,12 @@
 """What this machine has, found without importing torch."""
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 from lab.capabilities import Needs, unmet
 from lab.registry import BrokenPlugin, Entry
 
-COMPILERS = ("c++", "g++", "clang++")
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,11 +27,6 @@ def unusable(entry: Entry) -> list[str]:
         return [f"broken: {str(error).strip().splitlines()[-1]}"]
     reasons = [unmet(capabilities, Needs(device=device)) for device in devices()]
     return min(reasons, key=len)
-
-
-def compiler() -> str | None:
-    """The C++ compiler that torch would use: that of CXX, or the first one found."""
-    return next((found for name in (os.environ.get("CXX"), *COMPILERS) if name and (found := shutil.which(name))), None)
 
 
 def usable_cores() -> int:
