@@ -117,11 +117,11 @@ bool tiles_granted() {
 
 namespace flash {
 
-static void attend(const Call& c, const Item& item, float* scratch) {
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
   const bool few = item.q_count * c.group <= kDotLanes;
-  if (few || c.type != Type::bf16 || c.kv_type != Type::bf16) return avx512_bf16_kernels()->attend(c, item, scratch);
+  if (few || c.type != Type::bf16 || c.kv_type != Type::bf16) return avx512_bf16_kernels()->attend(c, item, next, scratch);
   Amx::configure();
-  attend_tiles<Amx>(c, item, scratch);
+  attend_tiles<Amx>(c, item, next, scratch);
   _tile_release();
 }
 

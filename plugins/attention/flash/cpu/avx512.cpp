@@ -10,9 +10,9 @@
 
 namespace flash {
 
-static void attend(const Call& c, const Item& item, float* scratch) {
-  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, scratch);
-  attend_tiles<Float>(c, item, scratch);
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, next, scratch);
+  attend_tiles<Float>(c, item, next, scratch);
 }
 
 const Kernels* avx512_kernels() {

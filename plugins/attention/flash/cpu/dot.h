@@ -22,7 +22,8 @@ struct Dot {
   float maximum[M];
   vf sum[M];
 
-  Dot(const Call& call, const Item& it, float* memory) : c(call), item(it), scratch{memory}, keys(call, it, scratch) {
+  Dot(const Call& call, const Item& it, const Item* next, float* memory)
+      : c(call), item(it), scratch{memory}, keys(call, it, next, scratch) {
     const int dim = c.padded_dim;
     q = scratch.take<Element>(M * dim);
     o = scratch.take<float>(M * dim);
@@ -40,12 +41,11 @@ struct Dot {
     for (int start = keys.first(); start < item.key_last; start += kTile) {
       keys.fetch(start);
       for (int g = 0; g < keys.groups; g++) {
-        keys.template prefetch<false>(start + kTile, g);
+        keys.prefetch(start, g);
         for (int i = 0; i < kGroup; i += W) score(g, i);
       }
       float shrink[M];
       for (int m = 0; m < M; m++) shrink[m] = soften(start, m);
-      for (int g = 0; g < keys.groups; g++) keys.template prefetch<true>(start + kTile, g);
       add_values<0>(shrink);
     }
     finish();
@@ -189,9 +189,9 @@ struct Dot {
 };
 
 template <class N, int M = 1>
-void attend_dot(const Call& c, const Item& item, float* scratch) {
-  if (item.q_count * c.group == M) return Dot<N, M>(c, item, scratch).run();
-  if constexpr (M < kDotLanes) attend_dot<N, M + 1>(c, item, scratch);
+void attend_dot(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group == M) return Dot<N, M>(c, item, next, scratch).run();
+  if constexpr (M < kDotLanes) attend_dot<N, M + 1>(c, item, next, scratch);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ enum class Type : int { f32, bf16, f16 };
 
 constexpr int kTile = 64;        // keys of one tile of the online softmax
 constexpr int kGroup = 16;       // keys that are read through one base pointer
+constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
 constexpr int kMaxDim = 256;
 constexpr int kMaxLanes = 384;   // query vectors of one item: tokens times the query heads of a KV head
@@ -44,7 +45,6 @@ struct Item {
   int32_t counter;               // index into `arrived`
   int32_t cost;
 };
-constexpr int kItemFields = sizeof(Item) / sizeof(int32_t);
 
 // Floats of scratch memory that one thread needs.
 constexpr size_t kScratchFloats =
@@ -56,7 +56,8 @@ constexpr size_t kScratchFloats =
 
 struct Kernels {
   const char* name;
-  void (*attend)(const Call&, const Item&, float* scratch);
+  // `next` is likely to be what this thread is given after; null when nothing is.
+  void (*attend)(const Call&, const Item&, const Item* next, float* scratch);
 };
 
 // Null where the compiler or its flags have no such instructions.

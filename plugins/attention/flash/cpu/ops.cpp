@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
+#include <string>
 #include <vector>
 
 #include "flash.h"
@@ -119,11 +119,25 @@ int64_t tokens_of_an_item(const std::vector<Row>& rows, int64_t kv_heads, int64_
 // What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
 int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (8 + lanes); }
 
-// Cuts a step into items, the dearest first. Returns items [n, fields] (int32), the partials of split rows and their counters.
+constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
+
+// A plan is one buffer of 32 bit words: this, the items, a counter for each split row and KV head, the partials.
+struct Plan {
+  int32_t num_items, num_counters, num_tokens, window, isa;
+  float scale, softcap;
+  int32_t threads;
+
+  Item* items() { return (Item*)(this + 1); }
+  int32_t* arrived() { return (int32_t*)(items() + num_items); }
+  float* partials() { return (float*)(arrived() + num_counters); }
+};
+
+// Cuts a step into items, the dearest first, and returns the plan.
 //
 // A row's tokens go in pieces; a piece's keys are split when there are too few pieces for the threads, or into `num_splits`.
-std::tuple<Tensor, Tensor, Tensor> plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int64_t group, int64_t dim,
-                                        int64_t window, int64_t num_splits, int64_t threads) {
+Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int64_t group, int64_t dim, double scale,
+            double softcap, int64_t window, int64_t num_splits, int64_t isa) {
+  const int64_t threads = at::get_num_threads();
   const std::vector<Row> rows = rows_of(q_start, ctx_len, window);
   const int64_t tokens = tokens_of_an_item(rows, kv_heads, group, threads);
   int64_t total = 0;
@@ -157,21 +171,25 @@ std::tuple<Tensor, Tensor, Tensor> plan(const Tensor& q_start, const Tensor& ctx
     }
   }
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  const Tensor packed = at::empty({int64_t(items.size()), kItemFields}, at::kInt);
-  std::memcpy(packed.data_ptr(), items.data(), items.size() * sizeof(Item));
-  const int64_t padded = (dim + 31) / 32 * 32;
-  return {packed, at::empty({partials, padded + 2}, at::kFloat), at::zeros({counters}, at::kInt)};
+  int64_t cost = 0;
+  for (const Item& item : items) cost += item.cost;
+  const int64_t padded = (dim + 31) / 32 * 32, num_items = items.size();
+  const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + 4 * counters + 4 * partials * (padded + 2);
+  Tensor made = at::empty({bytes / 4}, at::kInt);
+  Plan& plan = *(Plan*)made.data_ptr();
+  plan = {int32_t(num_items), counters, *(q_start.const_data_ptr<int32_t>() + rows.size()), int32_t(window), int32_t(isa),
+          float(scale), float(softcap), cost < kSerialCost ? 1 : int32_t(std::min(num_items, threads))};
+  std::copy(items.begin(), items.end(), plan.items());
+  std::fill_n(plan.arrived(), counters, 0);
+  return made;
 }
 
-constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
-
 // q and out [T, N, D]; kv [P, K, 2, B, DP]; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
-void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& items, const Tensor& partials,
-            const Tensor& arrived, const Tensor& out, double scale, double softcap, int64_t window, int64_t num_tokens,
-            int64_t isa) {
-  TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && kv.is_contiguous() && blocks.stride(1) == 1,
+void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out) {
+  TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && kv.is_contiguous() && (blocks.stride(1) == 1 || blocks.size(1) == 1),
               "flash: queries, outputs and block tables must be dense in their last dim");
   TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.size(2) <= kMaxDim, "flash: wrong outputs or head dim");
+  Plan& plan = *(Plan*)made.data_ptr();
   Call c{};
   c.q = q.const_data_ptr();
   c.out = out.data_ptr();
@@ -180,22 +198,20 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
   c.q_stride_t = q.stride(0), c.q_stride_n = q.stride(1);
   c.out_stride_t = out.stride(0), c.out_stride_n = out.stride(1);
   c.blocks_stride = blocks.stride(0);
-  c.partials = partials.data_ptr<float>();
-  c.arrived = arrived.data_ptr<int32_t>();
+  c.partials = plan.partials(), c.arrived = plan.arrived();
   c.type = type_of(q), c.kv_type = type_of(kv);
   c.num_kv_heads = kv.size(1), c.group = q.size(1) / kv.size(1), c.dim = q.size(2), c.padded_dim = kv.size(4);
-  c.block_size = kv.size(3), c.window = window;
-  c.scale = scale, c.softcap = softcap;
+  c.block_size = kv.size(3), c.window = plan.window;
+  c.scale = plan.scale, c.softcap = plan.softcap;
   static const std::vector<const Kernels*> usable = usable_kernels();
-  const Kernels& kernels = *usable.at(isa);
-  const Item* item = (const Item*)items.const_data_ptr();
-  const int64_t count = items.size(0);
-  int64_t cost = 0;
-  for (int64_t i = 0; i < count; i++) cost += item[i].cost;
-  const int threads = cost < kSerialCost ? 1 : std::min<int64_t>(count, at::get_num_threads());
+  const Kernels& kernels = *usable.at(plan.isa);
+  const Item* items = plan.items();
+  const int count = plan.num_items, threads = plan.threads;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < count; i++) kernels.attend(c, item[i], scratch());
-  if (num_tokens < out.size(0)) out.slice(0, num_tokens).zero_();
+  for (int i = 0; i < count; i++) {
+    kernels.attend(c, items[i], i + threads < count ? items + i + threads : nullptr, scratch());
+  }
+  if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }
 
 }  // namespace
@@ -205,8 +221,7 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
 DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
-  m.def("plan(Tensor q_start, Tensor ctx_len, int kv_heads, int group, int dim, int window, int num_splits, int threads)"
-        " -> (Tensor, Tensor, Tensor)", flash::plan);
-  m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor items, Tensor(a!) partials, Tensor(b!) arrived, Tensor(c!) out,"
-        " float scale, float softcap, int window, int num_tokens, int isa) -> ()", flash::attend);
+  m.def("plan(Tensor q_start, Tensor ctx_len, int kv_heads, int group, int dim, float scale, float softcap, int window,"
+        " int num_splits, int isa) -> Tensor", flash::plan);
+  m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
 }

@@ -9,6 +9,7 @@ namespace {
 using flash::Call;
 using flash::Item;
 using flash::Type;
+using flash::kAhead;
 using flash::kDotLanes;
 using flash::kGroup;
 using flash::kTile;
@@ -102,19 +103,20 @@ struct Keys {
   typedef typename N::Element Element;
   const Call& c;
   const Item& item;
+  const Item* next;
   Element* gathered;
-  const int32_t* table;
   int groups;  // of the tile at hand
   const Element* k[kTile / kGroup];
   const Element* v[kTile / kGroup];
 
-  Keys(const Call& call, const Item& it, Scratch& scratch)
-      : c(call), item(it), gathered(scratch.take<Element>(2 * kTile * call.padded_dim)), table(call.blocks + it.row * call.blocks_stride) {}
+  Keys(const Call& call, const Item& it, const Item* following, Scratch& scratch)
+      : c(call), item(it), next(following), gathered(scratch.take<Element>(2 * kTile * call.padded_dim)) {}
 
   int first() const { return item.key_first / kGroup * kGroup; }
 
-  INLINE const char* key_row(int position) const {
-    const int64_t head = int64_t(table[position / c.block_size]) * c.num_kv_heads + item.kv_head;
+  INLINE const char* key_row(const Item& of, int position) const {
+    const int32_t block = c.blocks[of.row * c.blocks_stride + position / c.block_size];
+    const int64_t head = int64_t(block) * c.num_kv_heads + of.kv_head;
     return (const char*)c.kv + (head * 2 * c.block_size + position % c.block_size) * c.padded_dim * size_of(c.kv_type);
   }
 
@@ -126,7 +128,7 @@ struct Keys {
       const int p = start + g * kGroup;
       const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
       if (whole && c.kv_type == N::kType && p % c.block_size + kGroup <= c.block_size) {
-        k[g] = (const Element*)key_row(p);
+        k[g] = (const Element*)key_row(item, p);
         v[g] = k[g] + values;
       } else {
         gather(g, p);
@@ -141,7 +143,7 @@ struct Keys {
     for (int i = 0; i < kGroup; i++) {
       const int p = first_position + i, offset = i * c.padded_dim;
       const bool ours = p >= item.key_first && p < item.key_last;
-      const char* row = ours ? key_row(p) : nullptr;
+      const char* row = ours ? key_row(item, p) : nullptr;
       const int count = ours ? c.padded_dim : 0;
       read_row<N>(keys + offset, row, c.kv_type, count, c.padded_dim);
       if (ours) row += int64_t(c.block_size) * c.padded_dim * size_of(c.kv_type);
@@ -151,14 +153,24 @@ struct Keys {
     v[g] = values;
   }
 
-  // Ask for group g of the tile that starts at `start`: memory answers in the time that a tile takes.
-  template <bool kValues>
+  // Ask for the keys and values that lie kAhead after group g of the tile at hand, in the next item when this one ends before:
+  // memory answers in the time that some groups take.
   INLINE void prefetch(int start, int g) const {
-    const int p = start + g * kGroup;
-    if (p >= item.key_last) return;
-    const int64_t bytes = c.padded_dim * size_of(c.kv_type);
-    const char* row = key_row(p) + (kValues ? c.block_size * bytes : 0);
-    for (int64_t i = 0; i < kGroup * bytes; i += 64) __builtin_prefetch(row + i, 0, 3);
+    constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
+    int p = start + kAhead + g * kGroup;
+    const Item* of = &item;
+    if (p >= item.key_last) {
+      if (!next) return;
+      p = next->key_first + (p - item.key_last) / kGroup * kGroup;
+      if (p >= next->key_last) return;
+      of = next;
+    }
+    const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
+    const char* row = key_row(*of, p);
+    for (int64_t i = 0; i < kGroup * bytes; i += 64) {
+      __builtin_prefetch(row + i, 0, kIntoL2);
+      __builtin_prefetch(row + values + i, 0, kIntoL2);
+    }
   }
 };
 

@@ -210,6 +210,17 @@ INLINE float sum_of(vf v) {
   return s;
 }
 
+// Whether any lane of a comparison is true.
+INLINE bool any(vi x) {
+#if FLASH_WIDTH == 16
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif FLASH_WIDTH == 8
+  return _mm256_movemask_ps((__m256)x) != 0;
+#else
+  return (x[0] | x[1] | x[2] | x[3]) != 0;
+#endif
+}
+
 INLINE vi lane_numbers() {
   vi v;
   for (int i = 0; i < W; i++) v[i] = i;

@@ -42,6 +42,7 @@ template <class N, int NV>
 struct Tiles {
   typedef typename N::Element Element;
   static constexpr int L = NV * W;  // lanes that are worked on together
+  static constexpr float kSlack = 8;  // a maximum may be outgrown by so many powers of two before sums are rescaled
 
   const Call& c;
   const Item& item;
@@ -58,9 +59,9 @@ struct Tiles {
   float* rows;       // [W, DP]
   Element* elements; // [W, DP]
 
-  Tiles(const Call& call, const Item& it, float* memory)
+  Tiles(const Call& call, const Item& it, const Item* next, float* memory)
       : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), lanes(it.q_count * c.group),
-        lane_groups((lanes + L - 1) / L), scratch{memory}, keys(call, it, scratch) {
+        lane_groups((lanes + L - 1) / L), scratch{memory}, keys(call, it, next, scratch) {
     q = scratch.take<float>(lane_groups * words * L);
     o = scratch.take<float>(lane_groups * dim * L);
     maximum = scratch.take<float>(lane_groups * L);
@@ -79,10 +80,7 @@ struct Tiles {
     for (int first = 0; first < lane_groups * L; first += W) pack_queries(first);
     for (int start = keys.first(); start < item.key_last; start += kTile) {
       keys.fetch(start);
-      for (int g = 0; g < keys.groups; g++) {
-        keys.template prefetch<false>(start + kTile, g);
-        keys.template prefetch<true>(start + kTile, g);
-      }
+      for (int g = 0; g < keys.groups; g++) keys.prefetch(start, g);
       if constexpr (N::kPerWord == 2) pack_values();
       for (int group = 0; group < lane_groups; group++) tile(start, group);
     }
@@ -144,7 +142,7 @@ struct Tiles {
     }
   }
 
-  // Scores of the tile into weights; what was summed before shrinks where the maximum rose.
+  // Scores of the tile into weights. The maximum is only a common reference: while none is outgrown by far, it stays.
   INLINE void soften(int start, int first, bool masked, float* into) {
     const int count = keys.groups * kGroup;
     float factor = c.scale * kLog2e;
@@ -155,7 +153,7 @@ struct Tiles {
       factor = 1;
     }
     if (masked) mask(start, first);
-    vf shrink[NV];
+    vf now[NV];
     bool rose = false;
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
@@ -167,26 +165,32 @@ struct Tiles {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) highest[j] = vmax(highest[j], load(s + (k + j) * L));
       }
-      float* at = maximum + first + v * W;
-      const vf before = load(at);
-      const vf now = vmax(before, vmax(vmax(highest[0], highest[1]), vmax(highest[2], highest[3])) * factor);
-      shrink[v] = exp2v<false>(before - now);
-      store(at, now);
-      store(sum + first + v * W, load(sum + first + v * W) * shrink[v] + weigh(s, count, factor, now, v));
-      rose |= any_below_one(shrink[v]);
+      const vf before = load(maximum + first + v * W);
+      now[v] = vmax(before, vmax(vmax(highest[0], highest[1]), vmax(highest[2], highest[3])) * factor);
+      rose |= any(now[v] > before + kSlack);
     }
-    if (!rose) return;
-    for (int d = 0; d < dim; d++) {
+    if (rose) shrink(first, now, into);
 #pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * shrink[v]);
+    for (int v = 0; v < NV; v++) {
+      const int at = first + v * W;
+      store(sum + at, load(sum + at) + weigh(scores + v * W, count, factor, load(maximum + at), v));
     }
   }
 
-  static INLINE bool any_below_one(vf x) {
-    vi below = x < 1.0f;
-    bool any = false;
-    for (int i = 0; i < W; i++) any |= below[i] != 0;
-    return any;
+  // Take new maxima: what was summed before becomes smaller.
+  INLINE void shrink(int first, const vf (&now)[NV], float* into) {
+    vf by[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) {
+      const int at = first + v * W;
+      by[v] = exp2v<false>(load(maximum + at) - now[v]);
+      store(maximum + at, now[v]);
+      store(sum + at, load(sum + at) * by[v]);
+    }
+    for (int d = 0; d < dim; d++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * by[v]);
+    }
   }
 
   // 2 to the power of the scores of one vector of lanes, stored as the second product takes them; their sum.
@@ -280,9 +284,9 @@ struct Tiles {
 };
 
 template <class N>
-void attend_tiles(const Call& c, const Item& item, float* scratch) {
-  if (item.q_count * c.group <= W) return Tiles<N, 1>(c, item, scratch).run();
-  Tiles<N, 2>(c, item, scratch).run();
+void attend_tiles(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group <= W) return Tiles<N, 1>(c, item, next, scratch).run();
+  Tiles<N, 2>(c, item, next, scratch).run();
 }
 
 }  // namespace
