@@ -8,10 +8,12 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lab import native
 from lab.errors import UserError
 
 API_VERSION = 1
 GRAPH_SUPPORT = ("never", "decode", "uniform", "any")  # each includes those before it
+TOOLS = {"cxx": native.available}  # each says why it is lacking, or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +29,17 @@ class Capabilities:
     features: frozenset[str] = frozenset()  # e.g. gqa, sliding_window, softcap, spec_verify, mla, lse, tensor_parallel, moe
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
     packages: tuple[str, ...] = ()  # importable names that must be installed
+    requires: frozenset[str] = frozenset()  # tools of the machine: cxx, a C++ compiler
     priority: int = 0  # among usable plugins `auto` takes the highest
 
     def __post_init__(self) -> None:
-        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features", "packages"):
+        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features", "packages", "requires"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"capabilities: {name} takes a set of names, not the one text {getattr(self, name)!r}")
-        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features"):
+        for name in ("devices", "dtypes", "kv_dtypes", "head_dims", "features", "requires"):
             object.__setattr__(self, name, frozenset(getattr(self, name)))
+        if strange := sorted(self.requires - TOOLS.keys()):
+            raise ValueError(f"capabilities: requires takes {', '.join(TOOLS)}; got {', '.join(strange)}")
         if self.graph not in GRAPH_SUPPORT:
             raise ValueError(f"capabilities: graph must be one of {', '.join(GRAPH_SUPPORT)}; got {self.graph!r}")
 
@@ -68,6 +73,7 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     for package in capabilities.packages:
         if not _is_installed(package):
             reasons.append(f"package '{package}' is not installed")
+    reasons += [lack for tool in sorted(capabilities.requires) if (lack := TOOLS[tool]())]
     one_of = (
         ("device", needs.device, capabilities.devices, "runs on"),
         ("dtype", needs.dtype, capabilities.dtypes, "takes"),

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "cache": {"errors"},
     "native": {"cache", "errors", "native"},
     "context": set(),
-    "capabilities": {"errors"},
+    "capabilities": {"errors", "native"},
     "plugin_source": {"capabilities", "errors"},
     "registry": {"plugin_source", "capabilities", "typed", "errors"},
     "contracts": {"capabilities", "types", "errors"},

@@ -39,7 +39,7 @@ def generate(folder, *overrides, attention="eager", spec=None, prompts=PROMPTS, 
         return [o.outputs[0].token_ids for o in outs], engine, outs
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_all_at_once(model, attention, async_scheduling):
     folder, right = model
@@ -72,7 +72,7 @@ def test_block_sizes(model, block_size):
     assert found == right
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
 def test_prefix_cache_off_and_warm(model, attention):
     folder, right = model
     found, engine, outs = generate(folder, "cache.enable_prefix_caching=false", attention=attention)
@@ -100,7 +100,7 @@ def test_preemption(model, async_scheduling, spec):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("budget", [7, 512])
 def test_ngram_drafts(model, attention, async_scheduling, budget):

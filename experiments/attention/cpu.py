@@ -1,0 +1,210 @@
+"""Paged attention on the CPU: decode against the memory's read bandwidth, prefill against the matrix peak. Prints Markdown.
+
+    python experiments/attention/cpu.py [decode] [prefill] [overhead] [--plugins flash sdpa] [--threads N] [--isa NAME]
+                                        [--seconds S] [--json FILE]
+
+Shapes are SmolLM2's: 9 query heads, 3 KV heads, head dim 64, bf16, blocks of 16 tokens in shuffled order. Decode goes through
+the caches of 30 layers in turn, as a step does, so that what exceeds the CPU's caches comes from memory.
+
+The best of many calls is reported. The contestants take turns within each round, and a round waits until the machine is quiet
+(/proc/stat) or a time is up; the share of rounds that began quiet is printed. On a machine that never is, `--threads 1` counts
+the thread's own CPU time, which other processes disturb only through the shared caches and memory.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lab import registry
+from lab.contracts.attention import Attention, AttentionSpec
+from lab.metrics import probes
+from lab.runner.batch import BatchBuilder, Share
+from lab.runner.rows import Rows
+
+HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 9, 3, 64, 16, 30
+POOL_BYTES = 3 << 30  # of all layers together, at most
+DECODE = [(batch, context) for batch in (1, 16, 64) for context in (128, 1024, 4096)]
+PREFILL = [(0, 512), (0, 2048), (512, 512), (1536, 512), (4096, 512)]  # tokens in the cache before, tokens of the step
+QUIET, PATIENCE = 0.15, 2.0  # busy share of the other processes, seconds to wait for it
+Call = Callable[[], Any]
+
+
+class Stopwatch:
+    """Best times of several calls that take turns."""
+
+    def __init__(self, seconds: float, threads: int) -> None:
+        self.seconds = seconds
+        self.clock = time.thread_time if threads == 1 else time.perf_counter
+        self.rounds = self.quiet_rounds = 0
+
+    def best(self, calls: dict[str, Call]) -> dict[str, float]:
+        best = dict.fromkeys(calls, float("inf"))
+        for call in calls.values():
+            call()
+        deadline = time.perf_counter() + self.seconds
+        while time.perf_counter() < deadline:
+            self.rounds += 1
+            self.quiet_rounds += wait_until_quiet()
+            end = time.perf_counter() + self.seconds / 10
+            while time.perf_counter() < end:
+                for name, call in calls.items():
+                    start = self.clock()
+                    call()
+                    best[name] = min(best[name], self.clock() - start)
+        return best
+
+
+def wait_until_quiet() -> bool:
+    """Wait until no other process uses the cores, or patience ends."""
+    end = time.perf_counter() + PATIENCE
+    while time.perf_counter() < end:
+        before = _jiffies()
+        time.sleep(0.05)
+        busy, total = (b - a for a, b in zip(before, _jiffies(), strict=True))
+        if total and busy / total < QUIET:
+            return True
+    return False
+
+
+def _jiffies() -> tuple[int, int]:
+    values = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return sum(values) - values[3] - values[4], sum(values)
+
+
+def make(name: str, isa: str) -> Attention:
+    """A backend of the plugin for the shapes of this study."""
+    entry = registry.get("attention", name)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, BLOCK, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    options = entry.make_options({"isa": isa} if "isa" in entry.option_names else {})
+    return entry.load()(options, spec)
+
+
+def rig(backend: Attention, rows: list[tuple[int, int]], layers: int) -> SimpleNamespace:
+    """A batch of (tokens before, tokens of the step) over shuffled blocks, with filled caches of so many layers."""
+    longest = max(before + count for before, count in rows)
+    per_row = -(-longest // BLOCK)
+    table = Rows(len(rows), longest, BLOCK)
+    table.blocks_RM[:] = np.random.default_rng(0).permutation(len(rows) * per_row).reshape(len(rows), per_row)
+    shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(rows)]
+    batch = BatchBuilder(table, BLOCK, torch.device("cpu")).build(shares)
+    caches = [torch.zeros(backend.kv_shape(len(rows) * per_row, BLOCK), dtype=torch.bfloat16) for _ in range(layers)]
+    for kv in caches:
+        kv.normal_()
+    q = torch.randn(batch.num_tokens, HEADS, DIM, dtype=torch.bfloat16)
+    return SimpleNamespace(batch=batch, caches=caches, q=q, out=torch.empty_like(q), plan=backend.plan(batch))
+
+
+def stepper(backend: Attention, rows: list[tuple[int, int]], layers: int) -> Call:
+    """Attention of one layer; each call takes the next layer's cache."""
+    r = rig(backend, rows, layers)
+    turn = [0]
+
+    def call() -> None:
+        turn[0] = (turn[0] + 1) % layers
+        backend.attend(r.q, r.caches[turn[0]], r.plan, r.out)
+
+    return call
+
+
+def measure_limits(watch: Stopwatch) -> dict[str, float]:
+    """The machine's best at reading memory (a matrix-vector product over 1.5 times its last cache) and at bf16 products."""
+    rows = min(3 * probes.last_level_cache_bytes() // 2, 1 << 30) // 4 // 8192
+    linears = [probes._linear(torch.full((rows, 4096), 0.01, dtype=torch.bfloat16)) for _ in range(4)]
+    x = torch.ones(1, 4096, dtype=torch.bfloat16)
+    square = probes._linear(torch.full((1536, 1536), 0.01, dtype=torch.bfloat16))
+    y = torch.ones(512, 1536, dtype=torch.bfloat16)
+    best = watch.best({"read": lambda: [linear(x) for linear in linears], "product": lambda: square(y)})
+    return {
+        "read_gb_per_s": 4 * rows * 8192 / best["read"] / 1e9,
+        "bf16_gflop_per_s": 2 * 512 * 1536**2 / best["product"] / 1e9,
+    }
+
+
+def decode(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
+    found = []
+    for batch, context in DECODE:
+        kv_bytes = batch * context * KV_HEADS * DIM * 2 * 2
+        layers = int(max(1, min(LAYERS, POOL_BYTES // kv_bytes // len(args.plugins))))
+        calls = {name: stepper(make(name, args.isa), [(context - 1, 1)] * batch, layers) for name in args.plugins}
+        best = watch.best(calls)
+        row = {"work": "decode", "batch": batch, "context": context, "mib_all_layers": kv_bytes * layers / 2**20}
+        row |= {f"{name}_us": seconds * 1e6 for name, seconds in best.items()}
+        row |= {f"{name}_gb_per_s": kv_bytes / seconds / 1e9 for name, seconds in best.items()}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def prefill(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
+    found = []
+    for before, count in PREFILL:
+        calls = {name: stepper(make(name, args.isa), [(before, count)], 1) for name in args.plugins}
+        q, k, v = (
+            torch.randn(1, n, s, DIM, dtype=torch.bfloat16)
+            for n, s in ((HEADS, count), (KV_HEADS, before + count), (KV_HEADS, before + count))
+        )
+        mask = None if not before else torch.ones(count, before + count, dtype=torch.bool).tril(before)
+        calls["torch"] = lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(
+            q, k, v, m, is_causal=m is None, enable_gqa=True
+        )
+        best = watch.best(calls)
+        flops = 4 * HEADS * DIM * (count * before + count * (count + 1) / 2)
+        row = {"work": "prefill", "before": before, "tokens": count}
+        row |= {f"{name}_ms": seconds * 1e3 for name, seconds in best.items()}
+        row |= {f"{name}_gflop_per_s": flops / seconds / 1e9 for name, seconds in best.items()}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def overhead(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
+    """What the Python side costs: a plan, a write and an attend of one token after one."""
+    found = []
+    for batch in (1, 64):
+        calls = {}
+        for name in args.plugins:
+            backend = make(name, args.isa)
+            r = rig(backend, [(1, 1)] * batch, 1)
+            k = torch.randn(batch, KV_HEADS, DIM, dtype=torch.bfloat16)
+            calls[f"{name} plan"] = lambda b=backend, r=r: b.plan(r.batch)
+            calls[f"{name} write"] = lambda b=backend, r=r, k=k: b.write(k, k, r.caches[0], r.batch.slots_T)
+            calls[f"{name} attend"] = lambda b=backend, r=r: b.attend(r.q, r.caches[0], r.plan, r.out)
+        row = {"work": "overhead", "batch": batch} | {f"{k}_us": v * 1e6 for k, v in watch.best(calls).items()}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", default=["decode", "prefill", "overhead"])
+    parser.add_argument("--plugins", nargs="+", default=["flash", "sdpa"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    registry.discover()
+    watch = Stopwatch(args.seconds, args.threads)
+    found = []
+    with torch.inference_mode():
+        limits = measure_limits(watch)
+        print(limits, flush=True)
+        for part in args.parts:
+            found += {"decode": decode, "prefill": prefill, "overhead": overhead}[part](args, watch)
+    print(f"{watch.quiet_rounds} of {watch.rounds} rounds began quiet")
+    if args.json:
+        args.json.write_text(json.dumps({"limits": limits, "rows": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

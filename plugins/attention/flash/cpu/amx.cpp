@@ -1,0 +1,138 @@
+// For CPUs with matrix tiles (AMX): the products of bf16 tiles, everything else as with AVX-512.
+
+#include "flash.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define FLASH_WIDTH 16
+#include "tile.h"
+
+namespace {
+
+// Eight tiles of 16 rows of 64 bytes: 0 to 3 are sums, 4 and 5 rows of the left matrix, 6 and 7 of the right one.
+struct Amx : Bf16 {
+  static constexpr bool kTiles = true;
+
+  static void configure() {
+    struct alignas(64) Config {
+      uint8_t palette, start_row, reserved[14];
+      uint16_t row_bytes[16];
+      uint8_t rows[16];
+    };
+    static constexpr Config kConfig{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&kConfig);
+  }
+
+  // Compilers do not know that a tile load reads memory: what was stored must be there before it.
+  static INLINE void settle() { asm volatile("" ::: "memory"); }
+
+  // Keys of two groups as left tiles straight from the cache, packed queries as right tiles.
+  template <int NV>
+  static INLINE void scores(const uint16_t* const* k, int groups, int dim, const float* queries, float* to) {
+    constexpr int L = NV * W;
+    settle();
+    for (int g = 0; g < groups; g += 2) {
+      zero<NV>();
+      for (int d = 0; d < dim; d += 32) {
+        _tile_loadd(4, k[g] + d, dim * 2);
+        _tile_loadd(5, k[g + 1] + d, dim * 2);
+        multiply<NV>(queries + d / 2 * L);
+      }
+      store_sums<NV>(to + g * kGroup * L, to + (g + 1) * kGroup * L);
+    }
+  }
+
+  // Outputs of 32 dims at a time: turned values as left tiles, weights as right tiles.
+  template <int NV>
+  static INLINE void add_values(const float* values, int count, int dim, const float* weights, float* into) {
+    constexpr int L = NV * W;
+    settle();
+    for (int d = 0; d < dim; d += 32) {
+      float* upper = into + d * L;
+      float* lower = upper + W * L;
+      load_sums<NV>(upper, lower);
+      for (int pair = 0; pair < count / 2; pair += W) {
+        const float* tile = values + pair * dim + d * W;
+        _tile_loadd(4, tile, 64);
+        _tile_loadd(5, tile + W * W, 64);
+        multiply<NV>(weights + pair * L);
+      }
+      store_sums<NV>(upper, lower);
+    }
+  }
+
+  template <int NV>
+  static INLINE void zero() {
+    _tile_zero(0);
+    _tile_zero(2);
+    if constexpr (NV == 2) {
+      _tile_zero(1);
+      _tile_zero(3);
+    }
+  }
+
+  template <int NV>
+  static INLINE void multiply(const float* right) {
+    _tile_loadd(6, right, NV * 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (NV == 2) {
+      _tile_loadd(7, right + W, NV * 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+
+  template <int NV>
+  static INLINE void load_sums(const float* upper, const float* lower) {
+    _tile_loadd(0, upper, NV * 64);
+    _tile_loadd(2, lower, NV * 64);
+    if constexpr (NV == 2) {
+      _tile_loadd(1, upper + W, NV * 64);
+      _tile_loadd(3, lower + W, NV * 64);
+    }
+  }
+
+  template <int NV>
+  static INLINE void store_sums(float* upper, float* lower) {
+    _tile_stored(0, upper, NV * 64);
+    _tile_stored(2, lower, NV * 64);
+    if constexpr (NV == 2) {
+      _tile_stored(1, upper + W, NV * 64);
+      _tile_stored(3, lower + W, NV * 64);
+    }
+  }
+};
+
+// Linux gives a process its tiles when it asks for them.
+bool tiles_granted() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace
+
+namespace flash {
+
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
+  const bool few = item.q_count * c.group <= kDotLanes;
+  if (few || c.type != Type::bf16 || c.kv_type != Type::bf16) return avx512_bf16_kernels()->attend(c, item, next, scratch);
+  Amx::configure();
+  attend_tiles<Amx>(c, item, next, scratch);
+  _tile_release();
+}
+
+const Kernels* amx_kernels() {
+  static const Kernels kernels{"amx", attend};
+  static const bool granted = tiles_granted();
+  return granted ? &kernels : nullptr;
+}
+
+}  // namespace flash
+
+#else
+const flash::Kernels* flash::amx_kernels() { return nullptr; }
+#endif

@@ -1,0 +1,27 @@
+// For CPUs with AVX2, FMA and F16C.
+
+#include "flash.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+#define FLASH_WIDTH 8
+#include "dot.h"
+#include "tile.h"
+
+namespace flash {
+
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, next, scratch);
+  attend_tiles<Float>(c, item, next, scratch);
+}
+
+const Kernels* avx2_kernels() {
+  static const Kernels kernels{"avx2", attend};
+  return &kernels;
+}
+
+}  // namespace flash
+
+#else
+const flash::Kernels* flash::avx2_kernels() { return nullptr; }
+#endif

@@ -1,0 +1,27 @@
+// For CPUs with AVX-512 (F, DQ, BW, VL): products in float32 whatever the cache holds.
+
+#include "flash.h"
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+
+#define FLASH_WIDTH 16
+#include "dot.h"
+#include "tile.h"
+
+namespace flash {
+
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, next, scratch);
+  attend_tiles<Float>(c, item, next, scratch);
+}
+
+const Kernels* avx512_kernels() {
+  static const Kernels kernels{"avx512", attend};
+  return &kernels;
+}
+
+}  // namespace flash
+
+#else
+const flash::Kernels* flash::avx512_kernels() { return nullptr; }
+#endif

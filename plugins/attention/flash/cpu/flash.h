@@ -1,0 +1,70 @@
+// What the parts of the CPU kernels share: one call's arguments, its work items, and the table of an instruction set.
+//
+// The cache of a layer is kv[P, K, 2, B, DP]: for each block and KV head its keys, then its values, one piece of memory. DP is
+// the head dim rounded up to 32; the rest of each row is zero.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flash {
+
+enum class Type : int { f32, bf16, f16 };
+
+constexpr int kTile = 64;        // keys of one tile of the online softmax
+constexpr int kGroup = 16;       // keys that are read through one base pointer
+constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
+constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
+constexpr int kMaxDim = 256;
+constexpr int kMaxLanes = 384;   // query vectors of one item: tokens times the query heads of a KV head
+
+struct Call {
+  const void* q;       // [T, N, D], the last dim dense
+  void* out;           // [T, N, D], the last dim dense
+  const void* kv;      // [P, K, 2, B, DP]
+  const int32_t* blocks;  // [R, M]
+  int64_t q_stride_t, q_stride_n, out_stride_t, out_stride_n, blocks_stride;
+  float* partials;     // of split rows: for each lane its maximum, its sum, and DP unnormalised outputs
+  int32_t* arrived;    // splits of a row and KV head that are done
+  Type type, kv_type;  // of q and out; of the cache
+  int num_kv_heads, group, dim, padded_dim, block_size;
+  int window;          // a token sees so many keys, itself included; 0: all
+  float scale, softcap;  // softcap 0: none
+};
+
+// One piece of work: some tokens of a row, one KV head with its group of query heads, a range of keys. A lane is one query
+// vector; lane = token * group + head.
+struct Item {
+  int32_t row, kv_head;
+  int32_t q_first, q_count;      // tokens of the step
+  int32_t position;              // of the first token
+  int32_t key_first, key_last;   // keys to read: [key_first, key_last)
+  int32_t split, num_splits;
+  int32_t partial;               // index of split 0's first lane among the partials
+  int32_t counter;               // index into `arrived`
+  int32_t cost;
+};
+
+// Floats of scratch memory that one thread needs.
+constexpr size_t kScratchFloats =
+    size_t(kMaxLanes) * kMaxDim * 2      // packed queries and outputs
+    + size_t(kTile) * kMaxDim * 3        // gathered keys and values, packed values
+    + size_t(kTile) * 32 * 2             // scores and weights of a lane group
+    + size_t(16) * kMaxDim * 2           // rows on their way in and out
+    + size_t(kMaxLanes) * 4 + 1024;
+
+struct Kernels {
+  const char* name;
+  // `next` is likely to be what this thread is given after; null when nothing is.
+  void (*attend)(const Call&, const Item&, const Item* next, float* scratch);
+};
+
+// Null where the compiler or its flags have no such instructions.
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512_bf16_kernels();
+const Kernels* amx_kernels();
+
+}  // namespace flash

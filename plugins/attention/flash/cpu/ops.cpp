@@ -1,0 +1,227 @@
+// The operators: write keys and values into the cache, cut a step into work items, attend.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "flash.h"
+
+namespace flash {
+namespace {
+
+using at::Tensor;
+
+Type type_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Type::f32;
+    case at::kBFloat16: return Type::bf16;
+    case at::kHalf: return Type::f16;
+    default: TORCH_CHECK(false, "flash: no kernels for ", t.scalar_type());
+  }
+}
+
+// From the fastest to the plainest.
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> usable;
+  for (const Kernels* k : {amx_kernels(), avx512_bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()}) {
+    if (k) usable.push_back(k);
+  }
+  return usable;
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Kernels* k : usable_kernels()) names.emplace_back(k->name);
+  return names;
+}
+
+float* scratch() {
+  thread_local std::vector<float> memory(kScratchFloats + 16);
+  return (float*)((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+template <class From, class To>
+void convert(const void* from, void* to, int count) {
+  for (int i = 0; i < count; i++) ((To*)to)[i] = static_cast<To>(static_cast<float>(((const From*)from)[i]));
+}
+
+template <class From>
+auto convert_from(Type to) {
+  return to == Type::f32 ? convert<From, float> : to == Type::bf16 ? convert<From, at::BFloat16> : convert<From, at::Half>;
+}
+
+auto converter(Type from, Type to) {
+  return from == Type::f32 ? convert_from<float>(to) : from == Type::bf16 ? convert_from<at::BFloat16>(to) : convert_from<at::Half>(to);
+}
+
+// k and v [T, K, D], the last dim dense, into kv [P, K, 2, B, DP] at slots [T]; slot -1 is skipped.
+void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slots) {
+  const int64_t heads = kv.size(1), block_size = kv.size(3), padded = kv.size(4), dim = k.size(2), tokens = slots.numel();
+  TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && kv.is_contiguous(), "flash: keys and values must be dense in the head dim");
+  const Type from = type_of(k), to = type_of(kv);
+  const int64_t from_size = k.element_size(), to_size = kv.element_size();
+  const auto copy = converter(from, to);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  char* cache = (char*)kv.data_ptr();
+  const auto one = [&](const Tensor& x, int64_t token, int64_t head, char* row) {
+    const char* source = (const char*)x.const_data_ptr() + (token * x.stride(0) + head * x.stride(1)) * from_size;
+    if (from == to) {
+      std::memcpy(row, source, dim * to_size);
+    } else {
+      copy(source, row, dim);
+    }
+    std::memset(row + dim * to_size, 0, (padded - dim) * to_size);
+  };
+  at::parallel_for(0, tokens, std::max<int64_t>(1, 32768 / (heads * dim * to_size)), [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; token++) {
+      if (slot[token] < 0) continue;
+      const int64_t block = slot[token] / block_size, offset = slot[token] % block_size;
+      for (int64_t head = 0; head < heads; head++) {
+        char* row = cache + (((block * heads + head) * 2) * block_size + offset) * padded * to_size;
+        one(k, token, head, row);
+        one(v, token, head, row + block_size * padded * to_size);
+      }
+    }
+  });
+}
+
+struct Row {
+  int32_t q_first, q_count, position, key_first, key_last;
+};
+
+std::vector<Row> rows_of(const Tensor& q_start, const Tensor& ctx_len, int64_t window) {
+  const int32_t *start = q_start.const_data_ptr<int32_t>(), *ctx = ctx_len.const_data_ptr<int32_t>();
+  std::vector<Row> rows(ctx_len.numel());
+  for (size_t r = 0; r < rows.size(); r++) {
+    const int32_t count = start[r + 1] - start[r], position = ctx[r] - count;
+    const int32_t first = window ? std::max<int32_t>(0, position - int32_t(window) + 1) : 0;
+    rows[r] = {start[r], count, position, first, ctx[r]};
+  }
+  return rows;
+}
+
+// Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
+int64_t tokens_of_an_item(const std::vector<Row>& rows, int64_t kv_heads, int64_t group, int64_t threads) {
+  for (int64_t lanes : {kMaxLanes, kMaxLanes / 2, kMaxLanes / 4}) {
+    const int64_t tokens = std::max<int64_t>(1, lanes / group);
+    int64_t items = 0;
+    for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
+    if (items >= 4 * threads) return tokens;
+  }
+  return std::max<int64_t>(1, kMaxLanes / 4 / group);
+}
+
+// What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
+int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (8 + lanes); }
+
+constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
+
+// A plan is one buffer of 32 bit words: this, the items, a counter for each split row and KV head, the partials.
+struct Plan {
+  int32_t num_items, num_counters, num_tokens, window, isa;
+  float scale, softcap;
+  int32_t threads;
+
+  Item* items() { return (Item*)(this + 1); }
+  int32_t* arrived() { return (int32_t*)(items() + num_items); }
+  float* partials() { return (float*)(arrived() + num_counters); }
+};
+
+// Cuts a step into items, the dearest first, and returns the plan.
+//
+// A row's tokens go in pieces; a piece's keys are split when there are too few pieces for the threads, or into `num_splits`.
+Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int64_t group, int64_t dim, double scale,
+            double softcap, int64_t window, int64_t num_splits, int64_t isa) {
+  const int64_t threads = at::get_num_threads();
+  const std::vector<Row> rows = rows_of(q_start, ctx_len, window);
+  const int64_t tokens = tokens_of_an_item(rows, kv_heads, group, threads);
+  int64_t total = 0;
+  for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
+  const int64_t share = std::max<int64_t>(total / (4 * threads), 1);
+  std::vector<Item> items;
+  int32_t partials = 0, counters = 0;
+  for (size_t r = 0; r < rows.size(); r++) {
+    const Row& row = rows[r];
+    for (int64_t done = 0; done < row.q_count; done += tokens) {
+      const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
+      const int64_t position = row.position + done;
+      const int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0, last = position + count;
+      int64_t piece = std::max<int64_t>(2 * kTile, share / (8 + lanes));
+      if (num_splits > 0) piece = (last - first + num_splits - 1) / num_splits;
+      piece = std::max<int64_t>(kTile, (piece + kTile - 1) / kTile * kTile);
+      const int64_t start = first / kTile * kTile;  // pieces end where tiles do, so that no key is in two of them
+      const int64_t splits = (last - start + piece - 1) / piece;
+      for (int64_t head = 0; head < kv_heads; head++) {
+        for (int64_t s = 0; s < splits; s++) {
+          const int64_t from = std::max(first, start + s * piece), to = std::min(last, start + (s + 1) * piece);
+          items.push_back({int32_t(r), int32_t(head), int32_t(row.q_first + done), int32_t(count), int32_t(position),
+                           int32_t(from), int32_t(to), int32_t(s), int32_t(splits), partials, counters,
+                           int32_t(std::min<int64_t>(cost_of(to - from, lanes), INT32_MAX))});
+        }
+        if (splits > 1) {
+          partials += splits * lanes;
+          counters++;
+        }
+      }
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  int64_t cost = 0;
+  for (const Item& item : items) cost += item.cost;
+  const int64_t padded = (dim + 31) / 32 * 32, num_items = items.size();
+  const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + 4 * counters + 4 * partials * (padded + 2);
+  Tensor made = at::empty({bytes / 4}, at::kInt);
+  Plan& plan = *(Plan*)made.data_ptr();
+  plan = {int32_t(num_items), counters, *(q_start.const_data_ptr<int32_t>() + rows.size()), int32_t(window), int32_t(isa),
+          float(scale), float(softcap), cost < kSerialCost ? 1 : int32_t(std::min(num_items, threads))};
+  std::copy(items.begin(), items.end(), plan.items());
+  std::fill_n(plan.arrived(), counters, 0);
+  return made;
+}
+
+// q and out [T, N, D]; kv [P, K, 2, B, DP]; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
+void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out) {
+  TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && kv.is_contiguous() && (blocks.stride(1) == 1 || blocks.size(1) == 1),
+              "flash: queries, outputs and block tables must be dense in their last dim");
+  TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.size(2) <= kMaxDim, "flash: wrong outputs or head dim");
+  Plan& plan = *(Plan*)made.data_ptr();
+  Call c{};
+  c.q = q.const_data_ptr();
+  c.out = out.data_ptr();
+  c.kv = kv.const_data_ptr();
+  c.blocks = blocks.const_data_ptr<int32_t>();
+  c.q_stride_t = q.stride(0), c.q_stride_n = q.stride(1);
+  c.out_stride_t = out.stride(0), c.out_stride_n = out.stride(1);
+  c.blocks_stride = blocks.stride(0);
+  c.partials = plan.partials(), c.arrived = plan.arrived();
+  c.type = type_of(q), c.kv_type = type_of(kv);
+  c.num_kv_heads = kv.size(1), c.group = q.size(1) / kv.size(1), c.dim = q.size(2), c.padded_dim = kv.size(4);
+  c.block_size = kv.size(3), c.window = plan.window;
+  c.scale = plan.scale, c.softcap = plan.softcap;
+  static const std::vector<const Kernels*> usable = usable_kernels();
+  const Kernels& kernels = *usable.at(plan.isa);
+  const Item* items = plan.items();
+  const int count = plan.num_items, threads = plan.threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int i = 0; i < count; i++) {
+    kernels.attend(c, items[i], i + threads < count ? items + i + threads : nullptr, scratch());
+  }
+  if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
+}
+
+}  // namespace
+}  // namespace flash
+
+#define DEFINE_LIBRARY(name, m) TORCH_LIBRARY(name, m)
+DEFINE_LIBRARY(LAB_NAMESPACE, m) {
+  m.def("isas() -> str[]", flash::isas);
+  m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
+  m.def("plan(Tensor q_start, Tensor ctx_len, int kv_heads, int group, int dim, float scale, float softcap, int window,"
+        " int num_splits, int isa) -> Tensor", flash::plan);
+  m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
+}

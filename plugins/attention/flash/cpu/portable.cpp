@@ -1,0 +1,19 @@
+// For any CPU: vectors of four floats in the compiler's own spelling.
+
+#define FLASH_WIDTH 4
+#include "dot.h"
+#include "tile.h"
+
+namespace flash {
+
+static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
+  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, next, scratch);
+  attend_tiles<Float>(c, item, next, scratch);
+}
+
+const Kernels* portable_kernels() {
+  static const Kernels kernels{"portable", attend};
+  return &kernels;
+}
+
+}  // namespace flash

@@ -1,0 +1,208 @@
+"""The kernels of `flash`: every instruction set, and what the contract's checks do not ask of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lab import registry
+from lab.capabilities import Capabilities, Needs, unmet
+from lab.checks.attention import Case, _compare, _make, _spec, _Trial
+from lab.engine.resolution import resolve
+from lab.errors import UserError
+from lab.settings import PluginChoice
+
+registry.discover()
+FLASH = registry.get("attention", "flash")
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+NEEDS = Needs(device="cpu", dtype="bfloat16", kv_dtype="bfloat16", head_dim=64, block_size=16, features=frozenset({"gqa"}))
+MIXED = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (512, 1), (16, 300), (700, 129))
+
+
+@pytest.fixture(params=ISAS)
+def options(request):
+    """Options that force an instruction set of this machine."""
+    _make(FLASH, FLASH.options(), _spec(Case(()), CPU))
+    usable = torch.ops.lab_flash.isas()
+    assert usable[-1] == "portable"
+    if request.param not in usable:
+        pytest.skip(f"this machine has no {request.param}")
+    return FLASH.options(isa=request.param)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestEveryInstructionSet:
+    def test_mixed_batch(self, options, dtype):
+        _compare(FLASH, options, Case(MIXED, dtype=dtype))
+        _compare(FLASH, options, Case(MIXED[::-1], dtype=dtype, num_padding=3))
+
+    @pytest.mark.parametrize("block_size", [1, 7, 24])
+    def test_block_sizes(self, options, dtype, block_size):
+        _compare(FLASH, options, Case(((63, 1), (64, 1), (17, 40), (130, 4)), dtype=dtype, block_size=block_size))
+
+    @pytest.mark.parametrize("heads", [(8, 8), (9, 3), (9, 1), (17, 1), (32, 2)], ids=str)
+    def test_groups(self, options, dtype, heads):
+        _compare(FLASH, options, Case(((90, 1), (0, 21), (30, 3), (70, 17)), *heads, dtype=dtype))
+
+    @pytest.mark.parametrize("head_dim", [8, 72, 256])
+    def test_head_dims(self, options, dtype, head_dim):
+        _compare(FLASH, options, Case(((50, 1), (0, 21), (20, 18)), head_dim=head_dim, dtype=dtype))
+
+    @pytest.mark.parametrize("window", [1, 15, 100])
+    def test_sliding_window(self, options, dtype, window):
+        rows = ((200, 1), (0, 90), (161, 40), (64, 2), (300, 17))
+        _compare(FLASH, options, Case(rows, dtype=dtype, sliding_window=window))
+        _compare(FLASH, replace(options, num_splits=3), Case(rows, dtype=dtype, sliding_window=window, softcap=3.0))
+
+    @pytest.mark.parametrize("num_splits", [2, 1000])
+    def test_split_keys(self, options, dtype, num_splits):
+        _compare(FLASH, replace(options, num_splits=num_splits), Case(MIXED, dtype=dtype))
+
+    def test_extreme_scores(self, options, dtype):
+        """Scores of tens of thousands, of both signs and in every order: one key takes all, nothing overflows."""
+        for num_splits in (1, 4):
+            trial = _Trial(Case(((400, 1), (0, 150), (300, 5)), dtype=dtype), CPU, seed=1)
+            trial.q_TNH *= 150
+            trial.keys = [k * 100 for k in trial.keys]
+            trial.run(_make(FLASH, replace(options, num_splits=num_splits), _spec(trial.case, CPU)), None)
+
+    def test_scores_that_only_rise_or_fall(self, options, dtype):
+        """The running maximum moves at every tile, or never again after the first."""
+        for towards in (1, -1):
+            trial = _Trial(Case(((500, 1), (0, 300), (290, 9)), dtype=dtype), CPU, seed=2)
+            trial.q_TNH.fill_(1.0)
+            for k in trial.keys:
+                k.copy_((towards * torch.arange(len(k)) / 4).to(dtype)[:, None, None].expand_as(k))
+            trial.run(_make(FLASH, options, _spec(trial.case, CPU)), None)
+
+
+def test_a_long_context(options):
+    rows = ((20_000, 1), (9_999, 20), (3, 1))
+    for num_splits in (0, 1, 7):
+        _compare(FLASH, replace(options, num_splits=num_splits), Case(rows, dtype=torch.bfloat16))
+    _compare(FLASH, options, Case(rows, sliding_window=1000))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_any_number_of_threads(options, threads, count):
+    threads(count)
+    for dtype in DTYPES:
+        _compare(FLASH, options, Case((*MIXED, (3000, 1)), dtype=dtype))
+
+
+def test_decodes_do_not_depend_on_threads_nor_on_their_neighbours(options, threads):
+    """Split as the user says, not as the threads need, a decode gives the same bits in any company."""
+    options = replace(options, num_splits=2)
+    wanted = {}
+    for count in (1, 2, 3):
+        threads(count)
+        for rows in (((300, 1), (40, 1)), ((300, 1), (40, 1), (0, 70), (900, 1))):
+            trial = _Trial(Case(rows, dtype=torch.bfloat16), CPU, seed=3)
+            trial.keys[:2], trial.values[:2], trial.q_TNH[:2] = _fixed_inputs()
+            out = _outputs(trial, _make(FLASH, options, _spec(trial.case, CPU)))[:2]
+            assert torch.equal(out, wanted.setdefault("bits", out))
+
+
+def _fixed_inputs():
+    generator = torch.Generator().manual_seed(4)
+    keys, values = ([torch.randn(n, 2, 64, generator=generator).bfloat16() for n in (301, 41)] for _ in range(2))
+    return keys, values, torch.randn(2, 4, 64, generator=generator).bfloat16()
+
+
+def _outputs(trial, backend):
+    """What the backend gives for a trial; its run judges it too."""
+    found = []
+    attend = backend.attend
+    backend.attend = lambda q, kv, plan, out: (attend(q, kv, plan, out), found.append(out))
+    trial.run(backend, None)
+    return found[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_backends_agree_on_a_random_batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda most: int(torch.randint(0, most, (), generator=generator))  # noqa: E731
+    rows = tuple((draw(400), 1 + draw(60) * draw(2)) for _ in range(12))
+    outputs = []
+    for name in ("eager", "sdpa", "flash"):
+        entry = registry.get("attention", name)
+        trial = _Trial(Case(rows, 9, 3), CPU, seed)
+        outputs.append(_outputs(trial, _make(entry, entry.options(), _spec(trial.case, CPU))))
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+    assert torch.allclose(outputs[0], outputs[2], atol=1e-5)
+
+
+def test_queries_keys_and_values_may_be_parts_of_one_tensor():
+    """As they come out of a fused projection: rows are dense, tokens are not next to each other."""
+    spec = _spec(Case((), 4, 2, dtype=torch.bfloat16), CPU)
+    backend = _make(FLASH, FLASH.options(), spec)
+    batch = _Trial(Case(((0, 40), (0, 1)), 4, 2), CPU, seed=0).batch
+    qkv = torch.randn(41, 8, 64).bfloat16()
+    q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    outputs = []
+    for parts in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
+        kv = torch.full(backend.kv_shape(16, 16), float("nan"), dtype=torch.bfloat16)
+        backend.write(parts[1], parts[2], kv, batch.slots_T)
+        outputs.append(torch.full((41, 4, 64), float("nan"), dtype=torch.bfloat16))
+        backend.attend(parts[0], kv, backend.plan(batch), outputs[-1])
+    assert outputs[0].isfinite().all() and torch.equal(*outputs)
+
+
+def test_a_cache_of_another_dtype(options):
+    """Float32 queries over a bf16 cache: the same as over what bf16 left of the keys and values."""
+    case = Case(MIXED)
+    batch = _Trial(case, CPU, seed=0).batch
+    q = torch.randn(batch.num_tokens, 4, 64)
+    k, v = (torch.randn(batch.num_tokens, 2, 64) for _ in range(2))
+    outputs = []
+    for kv_dtype in (torch.bfloat16, torch.float32):
+        backend = _make(FLASH, options, replace(_spec(case, CPU), kv_dtype=kv_dtype))
+        kv = torch.zeros(backend.kv_shape(int(batch.blocks_RM.max()) + 1, 16), dtype=kv_dtype)
+        backend.write(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), kv, batch.slots_T)
+        outputs.append(torch.empty_like(q))
+        backend.attend(q, kv, backend.plan(batch), outputs[-1])
+    assert torch.allclose(*outputs, atol=1e-5) and outputs[0].any()
+
+
+def test_an_instruction_set_that_is_not_there():
+    with pytest.raises(
+        UserError, match=r"attention.isa=avx1024: this machine has no such kernels.\nAvailable: auto, .*portable"
+    ):
+        _make(FLASH, FLASH.options(isa="avx1024"), _spec(Case(()), CPU))
+
+
+class TestChoice:
+    def test_auto_takes_flash(self):
+        found = resolve("attention", PluginChoice("auto"), NEEDS)
+        assert found.entry.name == "flash" and "a higher priority" in found.record["passed_over"]["sdpa"][0]
+
+    def test_without_a_compiler(self, monkeypatch):
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+        found = resolve("attention", PluginChoice("auto"), NEEDS)
+        assert found.entry.name == "sdpa" and "no C++ compiler was found" in found.record["passed_over"]["flash"][0]
+        with pytest.raises(
+            UserError, match=r"'flash' cannot serve this run: no C\+\+ compiler was found(.|\n)*These can: eager, sdpa"
+        ):
+            resolve("attention", PluginChoice("flash"), NEEDS)
+
+    def test_its_limits(self):
+        assert unmet(FLASH.capabilities, replace(NEEDS, head_dim=60)) and unmet(
+            FLASH.capabilities, replace(NEEDS, device="cuda")
+        )
+        assert FLASH.static_capabilities is not None  # known without importing torch
+
+
+def test_an_unknown_tool_is_refused():
+    with pytest.raises(ValueError, match="requires takes cxx; got fortran"):
+        Capabilities(requires={"fortran"})
