@@ -58,10 +58,15 @@ def test_one_at_a_time(model):
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_chunk_budgets(model, budget, async_scheduling):
     folder, right = model
+    every = 4 if budget == 1 else 1  # thousands of steps
     found, _, _ = generate(
-        folder, f"scheduler.max_num_batched_tokens={budget}", f"scheduler.async_scheduling={async_scheduling}", attention="sdpa"
+        folder,
+        f"scheduler.max_num_batched_tokens={budget}",
+        f"scheduler.async_scheduling={async_scheduling}",
+        attention="sdpa",
+        prompts=PROMPTS[::every],
     )
-    assert found == right
+    assert found == right[::every]
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])

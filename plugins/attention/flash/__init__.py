@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
+
 from .cpu import CpuKernels
 
 DIM_MULTIPLE = 32
