@@ -1,6 +1,7 @@
 """Fixtures that several test folders use."""
 
 import os
+from pathlib import Path
 
 # Before torch is imported: threads that wait sleep. Spinning ones make the suite many times slower on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -8,6 +9,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest  # noqa: E402
 
 from lab import registry  # noqa: E402
+from lab.cache import cache_dir  # noqa: E402
+
+NATIVE = cache_dir("native")  # of the cache that is in force before any test takes one of its own
+
+
+def lend_native(cache_home: Path) -> None:
+    """Give a test's own cache the C++ kernels that are built already: each build takes half a minute of processor time."""
+    (cache_home / "lab").mkdir(parents=True, exist_ok=True)
+    (cache_home / "lab" / "native").symlink_to(NATIVE)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tests import rigs
+from tests.conftest import lend_native
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +65,7 @@ ALL = [block for page in PAGES for block in blocks(page)]
 def scratch(tmp_path_factory):
     """A folder for the blocks of a page, and the cache with the tiny model, by page."""
     cache = tmp_path_factory.mktemp("cache")
+    lend_native(cache)
     folder = cache / "lab" / "models" / "smollm2"
     # wide keys: the pool takes what memory is free, and millions of tiny blocks would cost seconds a run
     rigs.mix(folder, max_position_embeddings=8192, num_key_value_heads=4, head_dim=256)

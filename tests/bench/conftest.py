@@ -24,6 +24,7 @@ from lab.settings import (
     WandbSettings,
 )
 from tests import rigs
+from tests.conftest import lend_native
 
 FACTS = roofline.DeviceFacts(
     "test", "cpu", 1, 8 << 30, 40e9, {"float32": 200e9, "bfloat16": 800e9, "float16": 200e9}, "2026-01-01T00:00:00+00:00"
@@ -42,6 +43,7 @@ def one_thread():
 def cache_home(tmp_path, monkeypatch, one_thread):
     """A cache of its own, which holds a measurement of this machine's device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lend_native(tmp_path / "cache")
     for threads in (1, None):  # of the runs here, and the default
         roofline._remember(roofline._facts_path("cpu", threads), FACTS)
 

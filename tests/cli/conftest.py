@@ -12,6 +12,7 @@ import torch
 from lab.__main__ import main
 from lab.metrics import roofline
 from tests import rigs
+from tests.conftest import lend_native
 
 FACTS = roofline.DeviceFacts(
     "test", "cpu", 1, 8 << 30, 40e9, {"float32": 200e9, "bfloat16": 800e9, "float16": 200e9}, "2026-01-01T00:00:00+00:00"
@@ -52,6 +53,7 @@ def somewhere_else(tmp_path, monkeypatch, own_registry):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lend_native(tmp_path / "cache")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for threads in (1, None):  # of the runs here, and the default
         roofline._remember(roofline._facts_path("cpu", threads), FACTS)
