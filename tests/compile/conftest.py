@@ -10,7 +10,8 @@ from tests.golden.prompts import token_prompts
 NUM_LAYERS = 3  # two of them in the middle, so that a shared piece is really shared
 PROMPTS = token_prompts()[:7]  # not a capture size: seven decodes are padded
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-BASE = ["num_threads=1", "cache.num_blocks=400", "model.max_model_len=256", "debug.check_integrity=true"]
+# sdpa by name: some tests look into its cache's plain layout
+BASE = ["num_threads=1", "cache.num_blocks=400", "model.max_model_len=256", "debug.check_integrity=true", "attention=sdpa"]
 
 
 @pytest.fixture(autouse=True)
