@@ -81,9 +81,9 @@ def run_job(
     begin_s = time.perf_counter()
     screen = sys.stderr if as_json else sys.stdout
     with RunLog(folder):
-        stack, workload = _load(settings, clock)
+        stack, workload, sinks = _load(settings, clock)
         with closing(stack.engine):
-            job = _prepare(settings, folder, config, stack, workload, begin_s)
+            job = _prepare(settings, folder, config, stack, workload, sinks, begin_s)
             ending = _run(job, folder, sleep)
         exit_code, metrics = ending.exit_code, ending.metrics
         print_samples(job.recorder.shown, screen)
@@ -98,12 +98,14 @@ def run_job(
     return exit_code
 
 
-def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[Resolved, Any]]:
-    """The engine, and the workload's plugin: first what takes no time and may be wrong, then the model."""
+def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[Resolved, Any], list[Resolved]]:
+    """The engine, and the plugins of workload and sinks: first what takes no time and may be wrong, then the model."""
     discover()
     resolved = resolve("workload", settings.workload, Needs())
     workload = resolved.make(settings.seed)
-    return build_stack(settings, clock=clock), (resolved, workload)
+    named = [name for name in settings.tracking.sinks if name not in ("jsonl", "wandb")]  # which have settings of their own
+    sinks = [resolve("sink", PluginChoice(name), Needs()) for name in named]
+    return build_stack(settings, clock=clock), (resolved, workload), sinks
 
 
 def _prepare(
@@ -112,6 +114,7 @@ def _prepare(
     config: dict[str, Any],
     stack: Stack,
     workload: tuple[Resolved, Any],
+    named_sinks: list[Resolved],
     begin_s: float,
 ) -> _Job:
     """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
@@ -124,7 +127,7 @@ def _prepare(
     write_json(folder / "resolved.json", records)
     write_json(folder / "env.json", describe(engine.facts.device))
     device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
-    sinks = _sinks(settings)
+    sinks = _sinks(settings, named_sinks)
     limits = floors(engine.model_config, engine.facts.dtype, device)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
@@ -187,11 +190,10 @@ def _model_facts(stack: Stack) -> ModelFacts:
     return ModelFacts(config.vocab_size, stack.engine.max_model_len, frozenset(special), encode_text)
 
 
-def _sinks(settings: Settings) -> Sinks:
+def _sinks(settings: Settings, named: list[Resolved]) -> Sinks:
     """The run folder's own, W&B unless it is disabled, and those that the settings name."""
     further = []
     if settings.tracking.wandb.mode != "disabled":
         further.append(resolve("sink", PluginChoice("wandb"), Needs()).entry.load()(settings.tracking.wandb))
-    named = [name for name in settings.tracking.sinks if name not in ("jsonl", "wandb")]  # which have settings of their own
-    further += [resolve("sink", PluginChoice(name), Needs()).make() for name in named]
+    further += [sink.make() for sink in named]
     return Sinks(resolve("sink", PluginChoice("jsonl"), Needs()).make(), further)
