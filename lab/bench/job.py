@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.bench.arrivals import checked_items
 from lab.bench.files import RunLog, write_json
+from lab.bench.profiling import Profile
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
 from lab.bench.samples import print_samples
@@ -27,6 +28,7 @@ from lab.errors import UserError
 from lab.metrics.environment import describe
 from lab.metrics.roofline import floors, measure_device
 from lab.registry import discover
+from lab.report.profile import profile_text
 from lab.report.table import print_summary
 from lab.settings import PluginChoice, Settings
 
@@ -44,6 +46,7 @@ class _Job:
     recorder: Recorder
     sinks: Sinks
     progress: ProgressView
+    profile: Profile | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def run_job(
         exit_code, metrics = ending.exit_code, ending.metrics
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
+        if metrics.get("profile"):
+            print("\n" + profile_text(metrics["profile"]), file=screen)
         print(f"\nrun folder: {folder}", file=screen)
         if ending.error is not None:
             raise ending.error
@@ -131,17 +136,22 @@ def _prepare(
     limits = floors(engine.model_config, engine.facts.dtype, device)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
+    profile = Profile(stack, limits) if settings.profile else None
     log.info("running %d requests", len(planned))
-    return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)))
+    return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)), profile)
 
 
 def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
     """Send, step, record; whatever ends it, metrics.json is written of what was done."""
     recorder, exit_code, error = job.recorder, FAULT, None
+    if job.profile is not None:
+        sleep = job.profile.idle(sleep)
     try:
         with gentle_interrupt() as interrupt, closing(job.progress):
             sender = Sender(job.stack, job.planned, recorder, lambda: interrupt.wanted, sleep, job.progress.update)
             recorder.start(job.stack.engine.clock())
+            if job.profile is not None:
+                job.profile.begin()
             sender.run(recorder.start_s)
         exit_code = INTERRUPTED if interrupt.wanted and recorder.num_ended < len(job.planned) else _exit_code(recorder)
     except UserError as mistake:
@@ -155,6 +165,8 @@ def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
             log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
             metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
         try:
+            if job.profile is not None:
+                metrics["profile"] = job.profile.finish(folder)
             _keep(job, folder, metrics, exit_code)
         except UserError as mistake:
             exit_code, error = USER_ERROR, error or mistake
