@@ -92,7 +92,7 @@ def run_job(
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
         if metrics.get("profile"):
-            print("\n" + profile_text(metrics["profile"]), file=screen)
+            print("\n" + profile_text(metrics["profile"], metrics["roofline"]["disturbance"]), file=screen)
         print(f"\nrun folder: {folder}", file=screen)
         if ending.error is not None:
             raise ending.error

@@ -18,7 +18,7 @@ from lab.engine.stack import Stack
 from lab.errors import UserError
 from lab.metrics.costs import AttentionShape, LinearShape, ModelCosts, StepShape
 from lab.metrics.operators import OperatorRecorder, operator_names
-from lab.metrics.profile import DECODE_STEP, IDLE, EngineTime, Linears, table, watched_steps
+from lab.metrics.profile import DECODE_STEP, IDLE, EngineTime, Linears, operator_slices, table, watched_steps
 from lab.metrics.roofline import Floors
 from lab.metrics.trace import Mark, Slice, Trace, Track
 from lab.model.decoder import Decoder
@@ -80,7 +80,9 @@ class Profile:
         """Write trace.json; returns the table, None when no step only decoded. Raises UserError when the disk is full."""
         self._engine.on_runner(self._stop)
         path = folder / "trace.json"
-        steps = watched_steps(self._runner_track.slices, self._recorder.operators(), self._shapes)
+        slices = self._runner_track.slices
+        steps = watched_steps(slices, self._recorder.operators(), self._shapes)
+        slices += operator_slices(steps, self._linears)
         try:
             self._trace.write(path)
         except OSError as error:
@@ -92,7 +94,8 @@ class Profile:
             log.warning("profile: too few steps only decoded, there is no table of them")
             return None
         found = table(steps, self._linears, EngineTime(self._engine_track.slices), self._costs, self._floors)
-        return found | {"unrecorded_step_ms": self._like(steps[0].shape.num_tokens)}
+        watched = sum(1 for step in steps for _ in step.node.walk()) / len(steps)
+        return found | {"watching_ms": watched * _slice_ms(), "unrecorded_runner_ms": self._like(steps[0].shape.num_tokens)}
 
     def _stop(self) -> None:
         """On the runner's thread: no more operators are recorded, and the device's marks can be read."""
@@ -176,6 +179,22 @@ class Profile:
             if s.name == DECODE_STEP and s.args["num_tokens"] == num_tokens and s.args["step"] not in self._shapes
         ]
         return sum(times) / len(times) if times else None
+
+
+def _slice_ms() -> float:
+    """What it costs to leave one slice."""
+
+    def nothing() -> None:
+        pass
+
+    def ms(call: Callable[[], None]) -> float:
+        begin_ns = time.perf_counter_ns()
+        for _ in range(1000):
+            call()
+        return (time.perf_counter_ns() - begin_ns) / 1e9
+
+    timed = Track("").timed("", nothing)
+    return max(min(ms(timed) for _ in range(5)) - min(ms(nothing) for _ in range(5)), 0.0)
 
 
 def _linears(model: Decoder) -> Linears:

@@ -5,13 +5,14 @@ plugins. Inductor's own loops are no operators; they are what is left of a piece
 """
 
 import os
+import statistics
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import DeviceType
@@ -39,8 +40,16 @@ class Operator:
         return (self.begin_ns + self.end_ns) / 2
 
 
+class Anchor(NamedTuple):
+    """How a step's event stands to our clock: it began between two moments, and the time of day was so far ahead of it."""
+
+    before_ns: int
+    after_ns: int
+    ahead_ns: int
+
+
 class RawEvent(Protocol):
-    """What is used of the profiler's events. Times are of the profiler's own clock."""
+    """What is used of the profiler's events. Times are the time of day, which the profiler works out from a faster clock."""
 
     def name(self) -> str: ...
 
@@ -67,7 +76,7 @@ class OperatorRecorder:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
         self._profile = profile(activities=activities, acc_events=False)
         self._clock = clock
-        self._anchors: list[tuple[int, int]] = []  # between which moments of our clock each step's event began
+        self._anchors: list[Anchor] = []
         self.is_open = False
 
     def start(self) -> None:
@@ -81,9 +90,10 @@ class OperatorRecorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around one step. The event that marks it tells how the profiler's clock stands to ours."""
+        ahead_ns = time.time_ns() - self._clock()
         before_ns = self._clock()
         with record_function(STEP):
-            self._anchors.append((before_ns, self._clock()))
+            self._anchors.append(Anchor(before_ns, self._clock(), ahead_ns))
             yield
 
     def operators(self) -> list[list[Operator]]:
@@ -92,8 +102,8 @@ class OperatorRecorder:
         return outermost(events, self._anchors, on_device=self._on_device)
 
 
-def outermost(events: Sequence[RawEvent], anchors: Sequence[tuple[int, int]], *, on_device: bool) -> list[list[Operator]]:
-    """The operators of each step from the profiler's events; `anchors` enclose the steps' beginnings, by our own clock."""
+def outermost(events: Sequence[RawEvent], anchors: Sequence[Anchor], *, on_device: bool) -> list[list[Operator]]:
+    """The operators of each step, which has an event of its own, from all of the profiler's events."""
     host = sorted(
         (e.start_ns(), -e.duration_ns(), e.name(), e.correlation_id()) for e in events if e.device_type() == DeviceType.CPU
     )
@@ -111,16 +121,14 @@ def outermost(events: Sequence[RawEvent], anchors: Sequence[tuple[int, int]], *,
     return found
 
 
-def _offsets(starts: Sequence[int], anchors: Sequence[tuple[int, int]]) -> list[int]:
-    """By how much the profiler's clock is ahead of ours at each step.
+def _offsets(starts: Sequence[int], anchors: Sequence[Anchor]) -> list[int]:
+    """By how much the profiler's clock is ahead of ours at each step: as the clocks stood, within what the step allows.
 
-    A thread may be interrupted between the two looks at our clock, so the closest pair of all steps counts for each, as far
-    as the step's own pair allows.
+    A thread may be interrupted between two looks at two clocks, so the median of all steps counts.
     """
-    bounds = [(start - after, start - before) for start, (before, after) in zip(starts, anchors, strict=True)]
-    low, high = min(bounds, key=lambda bound: bound[1] - bound[0], default=(0, 0))
-    best = (low + high) // 2
-    return [min(max(best, low), high) for low, high in bounds]
+    ahead_ns = round(statistics.median(anchor.ahead_ns for anchor in anchors)) if anchors else 0
+    pairs = zip(starts, anchors, strict=True)
+    return [min(max(ahead_ns, start - anchor.after_ns), start - anchor.before_ns) for start, anchor in pairs]
 
 
 def _outermost(

@@ -150,6 +150,16 @@ def parts_of(step: DecodeStep, linears: Linears, engine: EngineTime) -> Counter[
     return parts
 
 
+def operator_slices(steps: Sequence[DecodeStep], linears: Linears) -> Iterator[Slice]:
+    """The operators of the steps' forward passes as slices of the runner's track, linear layers by their names."""
+    for step in steps:
+        inside = [op for op, _ in step.of_model()]
+        names = linears.named(linears.pick(inside))
+        for op in inside:
+            begin_ns, end_ns = step.node.innermost(op.middle_ns).own_span(op.middle_ns)  # the clocks differ a little
+            yield Slice(names.get(id(op), op.name), max(op.begin_ns, begin_ns), min(op.end_ns, end_ns))
+
+
 def _kind(node: Node) -> str:
     """A slice's name, without the number of a piece."""
     name = node.slice.name
@@ -185,6 +195,7 @@ def table(
         "num_requests": sum(len(step.shape.q_lens) for step in steps) / num,
         "num_tokens": sum(step.shape.num_tokens for step in steps) / num,
         "context": sum(sum(step.shape.ctx_lens) / len(step.shape.ctx_lens) for step in steps) / num,
+        "runner_ms": sum(step.node.slice.ms for step in steps) / num,
         "modes": dict(Counter(step.node.slice.args["mode"] for step in steps)),
         "bandwidth_gb_s": floors.bandwidth / 1e9,
         "peak_gflop_s": floors.peak_flops / 1e9,

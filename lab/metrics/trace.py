@@ -133,6 +133,13 @@ class Node:
         for child in self.children:
             yield from child.walk()
 
+    def own_span(self, at_ns: float) -> tuple[int, int]:
+        """From where to where, around this moment of its own, the slice holds no nested one."""
+        place = bisect_right(self.children, at_ns, key=lambda child: child.slice.begin_ns)
+        begin_ns = self.children[place - 1].slice.end_ns if place else self.slice.begin_ns
+        end_ns = self.children[place].slice.begin_ns if place < len(self.children) else self.slice.end_ns
+        return begin_ns, end_ns
+
     def innermost(self, at_ns: float) -> "Node":
         """The deepest slice that holds this moment, which lies in this one."""
         place = bisect_right(self.children, at_ns, key=lambda child: child.slice.begin_ns) - 1

@@ -19,29 +19,35 @@ NAMES = {
 }
 
 
-def profile_text(profile: Mapping[str, Any]) -> str:
-    """The `profile` section of metrics.json: a Markdown table, and what it is of."""
+def profile_text(profile: Mapping[str, Any], disturbance: str | None = None) -> str:
+    """The `profile` section of metrics.json: a Markdown table, and what it is of.
+
+    `disturbance` is what kept the device's limits from being measured well.
+    """
     rows = [_row(part) for part in profile["parts"]]
     rows.append(_row(profile["total"]))
     widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]
     rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     lines = [_line(HEADER, widths), _line(rule, widths), *(_line(row, widths) for row in rows)]
-    return "\n".join([*lines, "", _described(profile)])
+    return "\n".join([*lines, "", _described(profile, disturbance)])
 
 
-def _described(profile: Mapping[str, Any]) -> str:
+def _described(profile: Mapping[str, Any], disturbance: str | None) -> str:
     modes = ", ".join(profile["modes"])
     text = (
         f"Mean of {len(profile['steps'])} decode steps (mode {modes}) of {profile['num_requests']:.3g} requests with "
         f"{profile['context']:.0f} tokens of context each, against {profile['bandwidth_gb_s']:.1f} GB/s and "
-        f"{profile['peak_gflop_s']:.0f} GFLOP/s as measured."
+        f"{profile['peak_gflop_s']:.0f} GFLOP/s as measured"
     )
+    text += "." if disturbance is None else f", which may be far too low: {disturbance}."
     if profile["hidden_ms"]:
         hidden = ", ".join(f"{name} {ms:.3f} ms" for name, ms in profile["hidden_ms"].items())
         text += f"\nMeanwhile, on the engine's thread: {hidden}."
-    if profile["unrecorded_step_ms"] is not None:
-        text += f"\nSteps like these without the recording of operators: {profile['unrecorded_step_ms']:.3f} ms in the runner."
-    return text
+    text += f"\nWatching takes some {profile['watching_ms']:.2f} ms of a step"
+    if profile["unrecorded_runner_ms"] is not None:
+        with_it, without = profile["runner_ms"], profile["unrecorded_runner_ms"]
+        text += f"; in the runner it took {with_it:.2f} ms while operators were recorded, {without:.2f} ms while they were not"
+    return text + "."
 
 
 def _row(part: Mapping[str, Any]) -> tuple[str, ...]:
