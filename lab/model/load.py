@@ -16,6 +16,7 @@ from lab import registry
 from lab.contracts.moe import Moe
 from lab.contracts.quant import Quant
 from lab.errors import UserError, unknown
+from lab.memory import HugePages
 from lab.model.checkpoint import Checkpoint
 from lab.model.config import ModelConfig
 from lab.model.decoder import Build, Decoder
@@ -75,8 +76,11 @@ def load_model(
 def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Read every tensor of the model, the largest layers first: while one is repacked it is there twice."""
     modules = [module for module in model.modules() if hasattr(module, "load")]
+    pages = HugePages()
     for module in sorted(modules, key=_repacked_elements, reverse=True):
         module.load(checkpoint)
+        if isinstance(module, Linear):
+            module.keep({name: pages.hold(tensor) for name, tensor in module.weights.items()})
 
 
 def _repacked_elements(module: nn.Module) -> int:

@@ -80,7 +80,8 @@ def rotate(x_TXH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     half = cos.shape[-1]
     exact = x_TXH.float()
     first, second = exact[..., :half], exact[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
+    # rounded before they are joined: compiled, the join is then the one pass that writes, with no float32 copy in between
+    parts = [(first * cos - second * sin).to(x_TXH.dtype), (second * cos + first * sin).to(x_TXH.dtype)]
     if 2 * half < x_TXH.shape[-1]:
-        parts.append(exact[..., 2 * half :])
-    return torch.cat(parts, dim=-1).to(x_TXH.dtype)
+        parts.append(x_TXH[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
