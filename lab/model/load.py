@@ -22,6 +22,7 @@ from lab.model.config import ModelConfig
 from lab.model.decoder import Build, Decoder
 from lab.model.dummy_checkpoint import DummyCheckpoint
 from lab.model.gguf_checkpoint import GgufCheckpoint
+from lab.model.layers.fused import fused_for
 from lab.model.layers.linear import Linear
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
 
@@ -60,7 +61,13 @@ def load_model(
     try:
         plain = registry.get("quant", "none")
         build = Build(
-            config, dtype, device, quant, plain.load()(plain.make_options({})), max_model_len or config.max_position_embeddings
+            config,
+            dtype,
+            device,
+            quant,
+            plain.load()(plain.make_options({})),
+            fused_for(device, dtype),
+            max_model_len or config.max_position_embeddings,
         )
         with torch.inference_mode():
             model = Decoder(build)

@@ -32,6 +32,7 @@ FLAGS = (
     *("-fno-trapping-math", "-Wall"),
 )
 DIGEST_BYTES = 32
+INCLUDE = Path(__file__).parent / "include"  # our own headers, for all extensions: #include "lab/..."
 MESSAGE_LINES = 12  # of a failed compiler's output
 
 _loaded: dict[str, str] = {}  # name of a loaded library: its key
@@ -82,7 +83,7 @@ def _key(name: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
     """A digest of everything that the machine code depends on."""
     import torch
 
-    headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
+    headers = sorted({header for source in sources for header in source.parent.glob("*.h")}) + sorted(INCLUDE.glob("lab/*.h"))
     parts = [name, *FLAGS, *flags, torch.__version__, _compiler_version(), *_instruction_sets()]
     parts += [f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in (*sources, *headers)]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
@@ -159,7 +160,7 @@ def _build(name: str, library: Path, sources: Sequence[Path], flags: Sequence[st
 
 def _compile(name: str, flags: Sequence[str]) -> list[str]:
     include = _torch_folder() / "include"
-    return [find_compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-isystem{include}", *flags]
+    return [find_compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-I{INCLUDE}", f"-isystem{include}", *flags]
 
 
 def _libraries() -> list[str]:

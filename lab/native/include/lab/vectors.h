@@ -1,0 +1,66 @@
+// Sixteen float32 lanes in the compiler's own vector type: one AVX-512 register, or as many narrower ones as the CPU has.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace lab {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+template <typename V>
+inline V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline Floats zeros() { return Floats{}; }
+
+inline Floats as_floats(Words w) {
+  Floats f;
+  std::memcpy(&f, &w, sizeof f);
+  return f;
+}
+
+inline Words as_words(Floats f) {
+  Words w;
+  std::memcpy(&w, &f, sizeof w);
+  return w;
+}
+
+// One value in all lanes.
+inline Floats splat(float value) { return value - Floats{}; }
+
+// bfloat16, kept as its bits.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widen(BFloat16 value) {
+  const uint32_t word = uint32_t{value.bits} << 16;
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  return f;
+}
+
+// To bfloat16, to nearest even; not a number stays one.
+inline Halves narrow(Floats f) {
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)f);
+#else
+  const Words w = as_words(f);
+  const Words rounded = (w + 0x7fff + ((w >> 16) & 1)) >> 16;
+  return __builtin_convertvector(f == f ? rounded : (w >> 16) | 0x40, Halves);
+#endif
+}
+
+}  // namespace lab
