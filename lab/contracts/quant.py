@@ -1,7 +1,9 @@
 """The contract of a weight format: how a linear layer's weights are stored, repacked, applied and read back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lab.capabilities import Capabilities
@@ -38,6 +40,7 @@ class Quant(ABC):
     kind: ClassVar[str]
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
+    libraries: ClassVar[Mapping[str, Sequence[Path]]] = {}  # C++ that it loads on the CPU by lab.native: name, sources
 
     @dataclass(frozen=True)
     class Options:

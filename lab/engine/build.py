@@ -3,13 +3,13 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from lab import registry
+from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
@@ -23,6 +23,8 @@ from lab.kv.blocks import BlockManager
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
+from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
+from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
 from lab.runner.runner import Limits, Runner
@@ -46,8 +48,11 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     dtype = _dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
 
-    chosen = _choose_plugins(settings, config, device, dtype)
+    common = {"device": device.type, "dtype": _name(dtype)}
+    chosen = _choose_plugins(settings, config, common)
     quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
+    if device.type == "cpu":
+        native.build_ahead(_libraries(settings, chosen, common))
     log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
     model = load_model(
         folder,
@@ -159,15 +164,20 @@ def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
     )
 
 
-def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Resolved]:
+def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, str]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
-    common = {"device": device.type, "dtype": _name(dtype)}
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
-        "spec": resolve("spec", settings.spec, Needs(device=device.type)),
+        "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
+
+
+def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
+    """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
+    likely = resolve("attention", settings.attention, Needs(**common))
+    return {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
 
 
 def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:

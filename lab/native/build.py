@@ -19,8 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lab.cache import cache_dir
@@ -77,6 +77,21 @@ def load(name: str, sources: Sequence[Path], *, flags: Sequence[str] = ()) -> No
 
         torch.ops.load_library(_library(name, key, sources, flags))
         _loaded[name] = key
+
+
+def build_ahead(libraries: Mapping[str, Sequence[Path]]) -> None:
+    """Begin to build what `load` will ask for, all side by side, and return: a first start then waits for the longest alone.
+
+    Does nothing for what is there. What fails here is tried again by `load`, which says why.
+    """
+    if available() is None:
+        for name, sources in libraries.items():
+            threading.Thread(target=_build_quietly, args=(name, sources), name=f"lab-build-{name}", daemon=True).start()
+
+
+def _build_quietly(name: str, sources: Sequence[Path]) -> None:
+    with suppress(BuildError):
+        _library(name, _key(name, sources, ()), sources, ())
 
 
 def _key(name: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
