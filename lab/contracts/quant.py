@@ -70,6 +70,15 @@ class Quant(ABC):
     def apply(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor":
         """y_TO without the bias; traceable by torch.compile, or one custom op."""
 
+    def argmax(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor | None":
+        """ids_T (int64): the index of the largest entry of each row of `apply`, found without storing the product.
+
+        It is the id that comparing the whole product would give: entries are compared as `apply` rounds them, the lowest id
+        wins among equals, and the first entry that is not a number wins over all. None where the format has no such product;
+        the caller then compares what `apply` returns. The layer has no bias.
+        """
+        return None
+
     @abstractmethod
     def dequantize(self, w: "dict[str, torch.Tensor]", spec: LinearSpec) -> "torch.Tensor":
         """w_OI in float32 from the finished tensors: the oracle that `apply` is tested against."""

@@ -150,3 +150,7 @@ class Decoder(nn.Module):
     def logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """logits_LV in float32."""
         return self.lm_head(hidden_LD).float()
+
+    def greedy(self, hidden_LD: torch.Tensor) -> torch.Tensor | None:
+        """ids_L of the largest logits, the lowest among equals, without the logits; None where they have to be computed."""
+        return self.lm_head.argmax(hidden_LD)

@@ -72,6 +72,9 @@ class NoQuant(Quant):
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
 
+    def argmax(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
+        return _cpu_linear.argmax(x_TI, w["blocks"], spec.out_features) if "blocks" in w else None
+
     def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:
             return _cpu_linear.unpack(w["blocks"], spec.out_features, spec.in_features).float()
