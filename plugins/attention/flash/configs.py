@@ -5,8 +5,8 @@ Nothing is timed at start-up: a choice that depends on the shape alone makes run
 
 from lab.api import dataclass
 
-PREFILL = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))  # M, N, warps, stages
-DECODE = ((128, 4, 3), (64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1))  # N, warps, stages
+PREFILL = ((128, 64, 3), (128, 64, 2), (64, 64, 3), (64, 64, 2), (64, 32, 2), (32, 32, 2), (16, 16, 1))  # M, N, stages
+DECODE = ((128, 5), (64, 5), (64, 3), (32, 5), (32, 3), (16, 1))  # N, stages
 PROGRAMS_PER_SM = 2  # decode programs whose tiles must fit beside each other, so that one loads while another computes
 RESERVED_BYTES = 2048  # of shared memory, for reductions across warps
 
@@ -31,20 +31,24 @@ class Config:
     def shared_bytes(self, dim: int, q_bytes: int, kv_bytes: int, block_m: int = 0) -> int:
         """Shared memory for the queries, the weights, and the keys and values of every stage. An estimate from above."""
         rows = block_m or self.block_m
-        return rows * dim * q_bytes + rows * self.block_n * q_bytes + 2 * self.num_stages * self.block_n * dim * kv_bytes
+        buffers = self.num_stages // 2 + 1  # of keys and values: a stage between two loads holds the block numbers
+        return rows * dim * q_bytes + rows * self.block_n * q_bytes + 2 * buffers * self.block_n * dim * kv_bytes
 
 
 def prefill_config(gpu: Gpu, group: int, dim: int, q_bytes: int, kv_bytes: int) -> Config:
     """For rows of many tokens: `group` query heads per KV head, head dim padded to `dim`."""
-    configs = [Config(max(block_m, power_of_two(group)), *rest) for block_m, *rest in PREFILL]
-    configs = [config for config in configs if config.block_m * dim <= _largest_tile(q_bytes)] or configs[-1:]
+    configs = []
+    for least_m, block_n, num_stages in PREFILL:
+        block_m = max(least_m, power_of_two(group))
+        if block_m * dim <= _largest_tile(q_bytes):
+            configs.append(Config(block_m, block_n, 8 if block_m * dim > 64 * 128 else 4, num_stages))
     limit = gpu.shared_bytes - RESERVED_BYTES
     return next((c for c in configs if c.shared_bytes(dim, q_bytes, kv_bytes) <= limit), configs[-1])
 
 
 def decode_config(gpu: Gpu, dim: int, q_bytes: int, kv_bytes: int, block_m: int) -> Config:
     """For rows of few tokens, whose tile is only as high as it must be."""
-    configs = [Config(0, *rest) for rest in DECODE]
+    configs = [Config(0, block_n, 4, num_stages) for block_n, num_stages in DECODE]
     limit = (gpu.shared_bytes - RESERVED_BYTES) // PROGRAMS_PER_SM
     return next((c for c in configs if c.shared_bytes(dim, q_bytes, kv_bytes, block_m) <= limit), configs[-1])
 
