@@ -1,4 +1,4 @@
-"""Compiles what `flash` would launch on a GPU, for a GPU that is not there: the launches of real plans, taken down and built."""
+"""Compiles what `flash` would launch on a GPU, for a GPU that is not there: launches of real plans, taken down and built."""
 
 from dataclasses import dataclass
 from typing import Any

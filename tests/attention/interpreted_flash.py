@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/attention/test_flash_triton.py"
-
 from lab import registry
 from lab.api import Attention
 from lab.checks.attention import TOLERANCE, Case, _spec, _Trial
 from plugins.attention.flash import Flash
 from plugins.attention.flash.cuda import CudaKernels, Plan
 
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/attention/test_flash_triton.py"
 registry.discover()
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

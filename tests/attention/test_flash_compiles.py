@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-assert not os.environ.get("TRITON_INTERPRET"), "these tests compile kernels, and the interpreter takes their place"
-
 from lab import registry
 from lab.checks.attention import Case, _spec, _Trial
 from plugins.attention.flash import cuda
 from plugins.attention.flash.configs import Gpu
 from tests.attention.compiling import Launch, Recorder
 
+assert not os.environ.get("TRITON_INTERPRET"), "these tests compile kernels, and the interpreter takes their place"
 registry.discover()
 OPTIONS = registry.get("attention", "flash").options
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ LEAST = 45  # tests that must have run
 
 
 def test_every_kernel_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", str(CASES), "-p", "no:cacheprovider", "-W", "ignore"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[2], check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""How a kernel cuts its work for a shape and a GPU: a small table in order of preference, of which the first that fits is taken.
+"""How a kernel cuts its work for a shape and a GPU: a small table in order of preference, the first entry that fits is taken.
 
 Nothing is timed at start-up: a choice that depends on the shape alone makes runs repeatable and start-ups short.
 """
