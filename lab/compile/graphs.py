@@ -138,7 +138,7 @@ class CudaRuntime:
 
 
 class _Memory:
-    """A tensor's memory from its first entry to its last, as bytes: enough for torch to make another tensor of, owning nothing."""
+    """A tensor's memory from its first entry to its last, as bytes, in a form that torch makes tensors of which own nothing."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         entries = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -124,10 +124,10 @@ class BatchBuilder:
 
     def _mixed_counts(self, num_tokens: int, num_rows: int) -> np.ndarray:
         """Tokens of each row: one, and the others in rows as long as they may be."""
-        if num_tokens == 1 or num_rows == 1:
-            return np.array([num_tokens])
         whole, rest = divmod(num_tokens - 1, self._max_len)
-        return np.array([self._max_len] * whole + [rest] * (rest > 0) + [1])
+        counts = [self._max_len] * whole + [rest] * (rest > 0) + [1]
+        most = num_rows or self._rows.tokens_RC.shape[0]
+        return np.array(counts if len(counts) <= most else [num_tokens])
 
     def _on_device(self, host: HostBatch, max_q: int, max_ctx: int, padded_tokens: int, padded_rows: int) -> Batch:
         padded = host.padded(max(padded_tokens, len(host.input_ids_T)), max(padded_rows, len(host.ctx_len_R)))
