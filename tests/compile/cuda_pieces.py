@@ -44,7 +44,7 @@ CUDA = torch.device("cuda", 0)
 SMS = {80: 108, 90: 132}
 
 
-class Written(Exception):
+class Written(RuntimeError):
     """Carries the code that Inductor wrote."""
 
 
@@ -110,7 +110,7 @@ def code_of(piece: torch.fx.GraphModule) -> str:
                 node.meta["example_value"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
     try:
         compile_piece(piece)
-    except Exception as error:  # noqa: BLE001 - wrapped on its way by Dynamo and Inductor
+    except RuntimeError as error:  # wrapped on its way by Dynamo and Inductor
         while error is not None and not isinstance(error, Written):
             error = error.__cause__ or error.__context__
         if error is None:

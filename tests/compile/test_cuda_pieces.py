@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.compile.units import inductor_session
 from tests import rigs
 
 SCRIPT = Path(__file__).with_name("cuda_pieces.py")
@@ -28,3 +29,14 @@ def test_three_pieces_for_any_number_of_tokens(tmp_path, capability, target):
     products = [sum("mm" in call for call in piece["calls"]) for piece in (first, middle, last)]
     assert products == [1, 4, 3]  # qkv; o, gate and up, down, qkv; o, gate and up, down
     assert any("silu" in name for name in middle["kernels"]) and not any("silu" in name for name in first["kernels"])
+
+
+def test_a_session_leaves_no_cache_of_triton_behind(tmp_path, monkeypatch):
+    """Inductor points Triton's cache to its own when it makes a kernel, and leaves it so: other kernels would land there."""
+    for before in (None, "elsewhere"):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TRITON_CACHE_DIR", before)
+        with inductor_session(tmp_path / "work"):
+            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "work" / "triton")
+        assert os.environ.get("TRITON_CACHE_DIR") == before

@@ -119,6 +119,24 @@ def _walk(
 
 
 @triton.jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """acc, total and maximum before the first key."""
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32), maximum
+
+
+@triton.jit
+def _share(before, num_ctx, split, num_splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The keys, first .. last - 1, of a split: of all that the row's first token sees `before` itself, and of its own."""
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(num_ctx - lowest, BLOCK_N), num_splits) * BLOCK_N
+    first = lowest + split * share
+    return first, tl.minimum(first + share, num_ctx)
+
+
+@triton.jit
 def _fill_padding(
     out_ptr, first, num_tokens, step, stride_t, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -185,9 +203,7 @@ def prefill_kernel(
         last = tl.minimum(num_ctx, before + BLOCK_M // GROUP)
         kv_ptr += head * (2 * BLOCK_SIZE * HEAD_DIM)
         blocks_ptr += row * blocks_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         if WINDOW > 0:
             masked_from = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         else:
@@ -259,19 +275,10 @@ def decode_kernel(
         q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
         before = num_ctx - num_q
         positions = before + tokens
-        lowest = 0
-        if WINDOW > 0:
-            lowest = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        first, last = lowest, num_ctx
-        if SPLIT:
-            share = tl.cdiv(tl.cdiv(num_ctx - lowest, BLOCK_N), num_splits) * BLOCK_N
-            first = lowest + split * share
-            last = tl.minimum(first + share, num_ctx)
+        first, last = _share(before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
         kv_ptr += head * (2 * BLOCK_SIZE * HEAD_DIM)
         blocks_ptr += row * blocks_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         masked_from = first
         if WINDOW == 0:
             masked_from = first + tl.maximum(tl.minimum(last, before + 1) - first, 0) // BLOCK_N * BLOCK_N
