@@ -95,7 +95,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         device=device.type,
         dtype=_name(dtype),
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=bytes_per_block([b.spec for b in backends]) // settings.cache.block_size,
+        kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={
@@ -141,7 +141,7 @@ def _warm_runner(
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block([b.spec for b in backends]),
+        bytes_per_block(backends),
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
@@ -262,7 +262,7 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return torch.device(name) if name == "cpu" else torch.device(name, torch.cuda.current_device())
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -295,11 +295,10 @@ def _profile_blocks(settings: Settings, limits: Limits) -> int:
 def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
     """One ordinary step of the largest size: as many tokens as the budget allows, every row sampling."""
     budget = settings.scheduler.max_num_batched_tokens
-    longest = min(limits.max_model_len, budget)
-    lengths = [longest] * min(budget // longest, limits.max_rows)
-    rest = budget - sum(lengths)
-    if rest and len(lengths) < limits.max_rows:
-        lengths.append(rest)
+    lengths, rest = [], budget
+    for rows_left in range(min(limits.max_rows, budget), 0, -1):  # as long as may be, but at least one token for each
+        lengths.append(min(limits.max_model_len, rest - rows_left + 1))
+        rest -= lengths[-1]
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
     new_rows, chunks, next_block = [], [], 0
     for index, length in enumerate(lengths):

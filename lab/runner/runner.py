@@ -57,7 +57,7 @@ class Runner:
         if device.type != "cpu":
             num_tokens = max(limits.max_tokens, *(key.num_tokens for key in dispatcher.keys), 0)
             buffers = InputBuffers(num_tokens, limits.max_rows, self.rows.blocks_RM.shape[1], device)
-        self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers)
+        self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
         self._drafting = Drafting(proposer, self.rows, limits.vocab_size)

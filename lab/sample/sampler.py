@@ -16,6 +16,7 @@ from lab.sample.logprobs import token_logprobs
 from lab.sample.ordering import first_argmax
 from lab.sample.penalties import EditBatch, RowEdits
 from lab.sample.randomness import Purpose, uniforms
+from lab.sample.transfer import to_device
 from lab.sample.verify import accept, rejection_targets
 from lab.sampling_params import SamplingParams
 from lab.types import TokenLogprobs
@@ -211,4 +212,4 @@ class Sampler:
         return uniforms(self._seeds_R[layout.rows_L[logit_rows]], layout.positions_L[logit_rows], purpose)
 
     def _index(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(index).to(self._device)
+        return to_device(index, self._device)
