@@ -145,6 +145,7 @@ class Settings:
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 128}
     )  # for requests that say nothing
     goodput: dict[str, float] = field(default_factory=dict)  # limits in ms: ttft, tpot, e2e
+    profile: bool = False  # of `lab run`: a timeline, and a table of a decode step's time
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     num_threads: int | None = None  # None: the machine's cores

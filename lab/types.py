@@ -11,10 +11,14 @@ Host mirrors of device tensors end in `_cpu`; counts start with `num_`.
 A slot is a place for one token's keys and values: block * B + offset.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 from lab.sampling_params import SamplingParams
+
+Watch = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # (name, call) -> a call that does the same, and is timed
 
 
 class Status(Enum):

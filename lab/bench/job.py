@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.bench.arrivals import checked_items
 from lab.bench.files import RunLog, write_json
+from lab.bench.profiling import Profile
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
 from lab.bench.samples import print_samples
@@ -27,6 +28,7 @@ from lab.errors import UserError
 from lab.metrics.environment import describe
 from lab.metrics.roofline import floors, measure_device
 from lab.registry import discover
+from lab.report.profile import profile_text
 from lab.report.table import print_summary
 from lab.settings import PluginChoice, Settings
 
@@ -44,6 +46,7 @@ class _Job:
     recorder: Recorder
     sinks: Sinks
     progress: ProgressView
+    profile: Profile | None
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,15 @@ def run_job(
     begin_s = time.perf_counter()
     screen = sys.stderr if as_json else sys.stdout
     with RunLog(folder):
-        stack, workload = _load(settings, clock)
+        stack, workload, sinks = _load(settings, clock)
         with closing(stack.engine):
-            job = _prepare(settings, folder, config, stack, workload, begin_s)
+            job = _prepare(settings, folder, config, stack, workload, sinks, begin_s)
             ending = _run(job, folder, sleep)
         exit_code, metrics = ending.exit_code, ending.metrics
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
+        if metrics.get("profile"):
+            print("\n" + profile_text(metrics["profile"], metrics["roofline"]["disturbance"]), file=screen)
         print(f"\nrun folder: {folder}", file=screen)
         if ending.error is not None:
             raise ending.error
@@ -98,12 +103,14 @@ def run_job(
     return exit_code
 
 
-def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[Resolved, Any]]:
-    """The engine, and the workload's plugin: first what takes no time and may be wrong, then the model."""
+def _load(settings: Settings, clock: Callable[[], float]) -> tuple[Stack, tuple[Resolved, Any], list[Resolved]]:
+    """The engine, and the plugins of workload and sinks: first what takes no time and may be wrong, then the model."""
     discover()
     resolved = resolve("workload", settings.workload, Needs())
     workload = resolved.make(settings.seed)
-    return build_stack(settings, clock=clock), (resolved, workload)
+    named = [name for name in settings.tracking.sinks if name not in ("jsonl", "wandb")]  # which have settings of their own
+    sinks = [resolve("sink", PluginChoice(name), Needs()) for name in named]
+    return build_stack(settings, clock=clock), (resolved, workload), sinks
 
 
 def _prepare(
@@ -112,6 +119,7 @@ def _prepare(
     config: dict[str, Any],
     stack: Stack,
     workload: tuple[Resolved, Any],
+    named_sinks: list[Resolved],
     begin_s: float,
 ) -> _Job:
     """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
@@ -124,21 +132,26 @@ def _prepare(
     write_json(folder / "resolved.json", records)
     write_json(folder / "env.json", describe(engine.facts.device))
     device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
-    sinks = _sinks(settings)
+    sinks = _sinks(settings, named_sinks)
     limits = floors(engine.model_config, engine.facts.dtype, device)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
+    profile = Profile(stack, limits) if settings.profile else None
     log.info("running %d requests", len(planned))
-    return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)))
+    return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)), profile)
 
 
 def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
     """Send, step, record; whatever ends it, metrics.json is written of what was done."""
     recorder, exit_code, error = job.recorder, FAULT, None
+    if job.profile is not None:
+        sleep = job.profile.idle(sleep)
     try:
         with gentle_interrupt() as interrupt, closing(job.progress):
             sender = Sender(job.stack, job.planned, recorder, lambda: interrupt.wanted, sleep, job.progress.update)
             recorder.start(job.stack.engine.clock())
+            if job.profile is not None:
+                job.profile.begin()
             sender.run(recorder.start_s)
         exit_code = INTERRUPTED if interrupt.wanted and recorder.num_ended < len(job.planned) else _exit_code(recorder)
     except UserError as mistake:
@@ -152,6 +165,8 @@ def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
             log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
             metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
         try:
+            if job.profile is not None:
+                metrics["profile"] = job.profile.finish(folder)
             _keep(job, folder, metrics, exit_code)
         except UserError as mistake:
             exit_code, error = USER_ERROR, error or mistake
@@ -187,11 +202,10 @@ def _model_facts(stack: Stack) -> ModelFacts:
     return ModelFacts(config.vocab_size, stack.engine.max_model_len, frozenset(special), encode_text)
 
 
-def _sinks(settings: Settings) -> Sinks:
+def _sinks(settings: Settings, named: list[Resolved]) -> Sinks:
     """The run folder's own, W&B unless it is disabled, and those that the settings name."""
     further = []
     if settings.tracking.wandb.mode != "disabled":
         further.append(resolve("sink", PluginChoice("wandb"), Needs()).entry.load()(settings.tracking.wandb))
-    named = [name for name in settings.tracking.sinks if name not in ("jsonl", "wandb")]  # which have settings of their own
-    further += [resolve("sink", PluginChoice(name), Needs()).make() for name in named]
+    further += [sink.make() for sink in named]
     return Sinks(resolve("sink", PluginChoice("jsonl"), Needs()).make(), further)

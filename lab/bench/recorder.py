@@ -177,6 +177,9 @@ class Recorder:
             "measured": self._device.measured,
             "quiet": self._device.quiet,
             "busy_share": self._device.busy_share,
+            "spread": self._device.spread,
+            "disturbance": self._device.disturbance,
+            "shortfall": self._device.shortfall,
             **self.steps.decode_metrics(),
         }
         if found["roofline"].get("floor_ratio", 1.0) < 1.0:

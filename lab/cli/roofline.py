@@ -24,7 +24,12 @@ def roofline(arguments: Arguments) -> int:
     dtype = config.torch_dtype if settings.model.dtype == "auto" else settings.model.dtype
     kv_dtype = dtype if settings.cache.dtype == "auto" else settings.cache.dtype
     device = devices()[-1] if settings.device == "auto" else settings.device
-    facts = measure_device(device, again=arguments.measure, log=lambda text: print(text, file=sys.stderr))
+    facts = measure_device(
+        device,
+        threads=settings.num_threads,
+        again=arguments.measure,
+        log=lambda text: print(text, file=sys.stderr),
+    )
     record = _record(settings, config, dtype, facts, floors(config, dtype, facts, kv_dtype))
     if arguments.json:
         print(json.dumps(record))
@@ -54,7 +59,12 @@ def _record(settings: Settings, config: ModelConfig, dtype: str, facts: DeviceFa
         "dtype": dtype,
         "device": facts.name,
         "threads": facts.threads,
+        "measured": facts.measured,
+        "quiet": facts.quiet,
+        "busy_share": facts.busy_share,
+        "spread": facts.spread,
         "bandwidth_gb_s": facts.bandwidth / 1e9,
+        "last_bandwidth_gb_s": None if facts.last_bandwidth is None else facts.last_bandwidth / 1e9,
         "peak_gflop_s": floor.peak_flops / 1e9,
         "ridge_flop_per_byte": floor.ridge,
         "weights_bytes": floor.weights_bytes,
@@ -70,10 +80,27 @@ def _record(settings: Settings, config: ModelConfig, dtype: str, facts: DeviceFa
     }
 
 
+def _bandwidth(facts: DeviceFacts) -> str:
+    text = f"{facts.bandwidth / 1e9:.1f} GB/s, measured {facts.measured}"
+    if facts.last_bandwidth is None:
+        return text
+    return f"{text}; only {facts.last_bandwidth / 1e9:.1f} GB/s when last measured, {facts.last_measured}"
+
+
+def _quality(facts: DeviceFacts) -> str:
+    """How far the measurement can be trusted."""
+    if facts.disturbance is not None:
+        return f"disturbed, the limits may be far too low: {facts.disturbance}"
+    busy = "" if facts.busy_share is None else f"; {facts.busy_share:.0%} of the processor time went elsewhere"
+    spread = "" if facts.spread is None else f"; the median repetition was {facts.spread:.0%} slower than the best"
+    return f"quiet{busy}{spread}"
+
+
 def _print(record: dict[str, Any], facts: DeviceFacts) -> None:
     length = record["max_model_len"]
     rows = (
-        ("memory bandwidth", f"{record['bandwidth_gb_s']:.1f} GB/s, measured {facts.measured}"),
+        ("memory bandwidth", _bandwidth(facts)),
+        ("the measurement", _quality(facts)),
         ("peak arithmetic", f"{record['peak_gflop_s']:.0f} GFLOP/s in {record['dtype']}"),
         ("ridge", f"{record['ridge_flop_per_byte']:.1f} FLOP per byte: above it arithmetic is the limit"),
         ("weights", in_bytes(record["weights_bytes"])),

@@ -18,6 +18,7 @@ from lab.compile.dispatch import BatchKey, Dispatcher
 from lab.compile.program import AttentionCall, Executable, attend
 from lab.context import ForwardContext, forward_context
 from lab.contracts.attention import Attention
+from lab.types import Watch
 
 if TYPE_CHECKING:
     from lab.runner.batch import Batch, BatchBuilder
@@ -35,6 +36,9 @@ class Forward(Protocol):
 
     def run(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> torch.Tensor:
         """hidden_TD for the batch, which has the key's shape."""
+
+    def watch(self, watch: Watch) -> None:
+        """Let the calls that a forward pass is made of be timed, before any of them is made."""
 
 
 class DirectForward:
@@ -55,6 +59,19 @@ class DirectForward:
         model = self.forms.get(key.mode) or self.forms["none"]
         with forward_context(self.context(batch, kv, self.plans(batch, None))):
             return model(batch.input_ids_T, batch.positions_T)
+
+    def watch(self, watch: Watch) -> None:
+        """Attention's calls, the model's, and those of its compiled pieces."""
+        for backend in self._distinct:
+            for method, name in (("plan", "plan"), ("write", "attention write"), ("attend", "attention attend")):
+                setattr(backend, method, watch(name, getattr(backend, method)))
+        watched: dict[int, Model] = {}
+        for mode, form in self.forms.items():
+            if id(form) not in watched:
+                if isinstance(form, Executable):
+                    form.watch(watch)
+                watched[id(form)] = watch("model", form)
+            self.forms[mode] = watched[id(form)]
 
     def plans(self, batch: "Batch", reuse: list[Any] | None) -> list[Any]:
         """A plan for each distinct backend; with `reuse` the earlier ones, filled anew."""
@@ -195,6 +212,16 @@ class GraphStore:
             for call in captured.calls:
                 call()
         return captured.hidden_TD
+
+    def watch(self, watch: Watch) -> None:
+        """Replays too, as `graph`; what runs inside one is hidden from the host."""
+        self._direct.watch(watch)
+        for key, captured in self._captured.items():
+            between = self._pieces.calls if key.mode == "piecewise" else [None]
+            captured.calls = [
+                call if isinstance(kind, AttentionCall) else watch("graph", call)
+                for call, kind in zip(captured.calls, between, strict=True)
+            ]
 
     @torch.inference_mode()
     def capture(self, kv: list[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lab.model.layers.attention import run_attention
+from lab.types import Watch
 
 Unit = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as one list, which it empties
 
@@ -100,6 +101,12 @@ class Executable:
             for position, name in call.weights:
                 template[position] = weights[name]
             self.calls.append(BoundCall(units[call.unit], template, call.values, call.outputs))
+
+    def watch(self, watch: Watch) -> None:
+        """Let each unit's calls be timed, as `piece` and its number."""
+        for index, (call, bound) in enumerate(zip(self.program.calls, self.calls, strict=True)):
+            if isinstance(call, UnitCall):
+                self.calls[index] = dataclasses.replace(bound, unit=watch(f"piece {call.unit}", bound.unit))
 
     def registers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[Any]:
         """Fresh registers that hold the inputs."""

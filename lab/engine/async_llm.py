@@ -4,17 +4,17 @@ import asyncio
 import atexit
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from lab.engine.frontend import Prompt, Submission
 from lab.engine.generation import Generation
+from lab.engine.opened import Opened
 from lab.engine.request_output import RequestOutput
-from lab.engine.stack import Stack, build_stack, engine_metrics, settings_for
+from lab.engine.stack import Stack, engine_metrics
 from lab.errors import UserError
 from lab.sampling_params import SamplingParams
 from lab.settings import Settings
@@ -24,39 +24,22 @@ class EngineFailed(RuntimeError):
     """The engine's thread ended by a fault of ours, which is the cause; no request can be served any more."""
 
 
-class AsyncLLM:
+class AsyncLLM(Opened):
     """A model that serves many requests at once from asyncio; also a context manager, with `with` and `async with`.
 
         async with AsyncLLM("smollm2") as llm:
             async for out in llm.generate("The capital of France is", SamplingParams(max_tokens=16), stream="delta"):
                 print(out.outputs[0].text, end="")
 
-    The arguments are those of LLM.
+    Its engine steps in a thread of its own.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        attention: str | None = None,
-        spec: str | None = None,
-        quant: str | None = None,
-        moe: str | None = None,
-        overrides: Sequence[str] = (),
-        settings: Settings | None = None,
-    ) -> None:
-        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
-        self._loop = _EngineLoop(build_stack(settings_for(model, plugins, overrides, settings)))
+    def _start(self, stack: Stack) -> None:
+        self._loop = _EngineLoop(stack)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "AsyncLLM":
         return cls(settings=settings)
-
-    def __enter__(self) -> "AsyncLLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -65,13 +48,8 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     @property
-    def settings(self) -> Settings:
-        return self._loop.stack.settings
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers, None for a model without one."""
-        return self._loop.stack.frontend.tokenizer
+    def _open_stack(self) -> Stack:
+        return self._loop.stack
 
     async def generate(
         self,

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lab.compile.setup import num_compilations
 from lab.engine.executor import InProcessExecutor
 from lab.kv.blocks import BlockManager
 from lab.model.config import ModelConfig
 from lab.sched.scheduler import Scheduler
 from lab.settings import Settings
-from lab.types import FinishReason, Request, Step, StepResult, Update
+from lab.types import FinishReason, Request, Step, StepResult, Update, Watch
 
 log = logging.getLogger("lab")
 
@@ -132,6 +134,26 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing changed, while blocks are in use."""
         return self.blocks.reset_prefix_cache()
+
+    @property
+    def model(self) -> nn.Module:
+        """For studies that look inside."""
+        return self._executor.model
+
+    def watch(self, watch: Watch, watch_runner: Watch) -> None:
+        """Let the calls that a step is made of be timed, those of the runner, which may be on its own thread, apart."""
+        for owner, method, name in (
+            (self, "step", "engine step"),
+            (self.scheduler, "schedule", "schedule"),
+            (self.scheduler, "update", "update"),
+            (self._executor, "collect", "collect"),
+        ):
+            setattr(owner, method, watch(name, getattr(owner, method)))
+        self._executor.watch(watch_runner)
+
+    def on_runner(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done on the thread that executes steps."""
+        return self._executor.call(work)
 
     def step(self) -> list[Update]:
         """Plan and submit until the pipeline is full, then collect the oldest step: what is new of each request."""

@@ -1,10 +1,14 @@
 """Runs steps in this process: `submit` hands one over, `collect` waits for its result. Steps run in order."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import nn
 
 from lab.runner.runner import Runner
-from lab.types import Step, StepResult
+from lab.types import Step, StepResult, Watch
 
 
 class InProcessExecutor:
@@ -14,6 +18,18 @@ class InProcessExecutor:
         self._runner = runner
         self._pending: deque[Future[StepResult] | Step] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lab-runner") if overlap else None
+
+    @property
+    def model(self) -> nn.Module:
+        return self._runner.model
+
+    def watch(self, watch: Watch) -> None:
+        """See `Runner.watch`."""
+        self._runner.watch(watch)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done on the thread that executes steps, after those submitted."""
+        return self._thread.submit(work).result() if self._thread else work()
 
     def submit(self, step: Step) -> None:
         """Queue a step for execution."""

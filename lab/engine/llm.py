@@ -2,74 +2,38 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lab.engine.engine import Engine
 from lab.engine.frontend import Prompt
 from lab.engine.generation import Generation
 from lab.engine.interrupt import Interrupt, gentle_interrupt
+from lab.engine.opened import Opened
 from lab.engine.request_output import RequestOutput
-from lab.engine.stack import Stack, build_stack, engine_metrics, settings_for
+from lab.engine.stack import Stack, engine_metrics
 from lab.errors import UserError
 from lab.sampling_params import SamplingParams
-from lab.settings import Settings
 
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(Opened):
     """A model ready to generate; also a context manager.
 
         with LLM("smollm2", attention="sdpa", overrides=["cache.block_size=32"]) as llm:
             outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=16))
 
     Not for use by two threads at once: see AsyncLLM.
-
-    Args:
-        model: a name from conf/model, a local folder, a .gguf file or a hub id; by default what the settings name.
-        attention, spec, quant, moe: plugins by name.
-        overrides: further settings in Hydra's syntax.
-        settings: ready settings, in place of all the above.
-
-    Raises:
-        UserError: for what the arguments get wrong.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        attention: str | None = None,
-        spec: str | None = None,
-        quant: str | None = None,
-        moe: str | None = None,
-        overrides: Sequence[str] = (),
-        settings: Settings | None = None,
-    ) -> None:
-        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
-        self._stack: Stack | None = build_stack(settings_for(model, plugins, overrides, settings))
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def settings(self) -> Settings:
-        return self._open_stack.settings
+    def _start(self, stack: Stack) -> None:
+        self._stack: Stack | None = stack
 
     @property
     def engine(self) -> Engine:
         """The engine core, for studies that look inside."""
         return self._open_stack.engine
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers, None for a model without one."""
-        return self._open_stack.frontend.tokenizer
 
     def generate(
         self,
@@ -133,7 +97,6 @@ class LLM:
         return self._open_stack.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give the model's memory back. More than once does no harm."""
         if self._stack is not None:
             stack, self._stack = self._stack, None
             stack.engine.close()

@@ -14,7 +14,17 @@ _COUNTED = slice(0, 8)  # user to steal; the guest fields that follow are counte
 
 def is_quiet(busy_share: float | None, spread: float) -> bool:
     """Whether a measurement may count as undisturbed. `busy_share` is None where the system does not tell."""
-    return spread <= MOST_SPREAD and (busy_share is None or busy_share <= MOST_BUSY)
+    return disturbance(busy_share, spread) is None
+
+
+def disturbance(busy_share: float | None, spread: float | None) -> str | None:
+    """What disturbed a measurement, with its figure; None when nothing did. Either figure is None where it is not known."""
+    found = []
+    if busy_share is not None and busy_share > MOST_BUSY:
+        found.append(f"the machine was busy ({busy_share:.0%} of its processor time went elsewhere)")
+    if spread is not None and spread > MOST_SPREAD:
+        found.append(f"the machine's speed varied (half of the repetitions were {spread:.0%} or more slower than the best)")
+    return " and ".join(found) or None
 
 
 class CpuWatch:

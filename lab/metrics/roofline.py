@@ -21,7 +21,7 @@ from typing import Protocol
 
 from lab.cache import cache_dir
 from lab.errors import UserError
-from lab.metrics.quiet import CpuWatch, busy_now, is_quiet
+from lab.metrics.quiet import CpuWatch, busy_now, disturbance, is_quiet
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 FORMAT_VERSION = 2  # of the remembered measurement
@@ -50,9 +50,24 @@ class DeviceFacts:
     memory_bytes: int
     bandwidth: float  # bytes per second of a streaming read
     flops: dict[str, float]
-    measured: str  # when, ISO 8601
-    quiet: bool = True  # whether nothing else disturbed the measurement; if not, the limits may lie far too low
+    measured: str  # when the bandwidth was, ISO 8601
+    quiet: bool = True  # whether nothing disturbed the measurement; if something did, the limits may lie far too low
     busy_share: float | None = None  # of the processor's time that went elsewhere meanwhile; None where that is not known
+    spread: float | None = None  # by which the median repetition was slower than the best one, of the probe where that is most
+    last_bandwidth: float | None = None  # of the latest measurement, where an earlier one was faster and is kept
+    last_measured: str | None = None  # when that was
+
+    @property
+    def disturbance(self) -> str | None:
+        """What disturbed the measurement, in words; None when it was quiet."""
+        if self.quiet:
+            return None
+        return disturbance(self.busy_share, self.spread) or "something disturbed the measurement"
+
+    @property
+    def shortfall(self) -> float:
+        """Share of the bandwidth that the latest measurement did not find again; 0 unless an earlier one was faster."""
+        return 0.0 if self.last_bandwidth is None else 1 - self.last_bandwidth / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +174,39 @@ def measure_device(
     if known is None or again:
         say(f"Measuring the {kind} device once (some seconds): memory bandwidth and peak arithmetic rate.")
     else:
-        say(f"Measuring the {kind} device again (some seconds): the machine was busy when it was measured, {known.measured}.")
+        say(f"Measuring the {kind} device again (some seconds): {known.disturbance} when it was measured, {known.measured}.")
     facts = _measure_apart(kind, threads)
     if not facts.quiet:
-        advice = "what was measured may be far too low, and a run on a quieter machine measures again"
-        say(f"The machine is busy{_elsewhere(facts)}: {advice}.")
+        advice = "what was measured may be far too low, and a later run measures again"
+        say(f"While the {kind} device was measured {facts.disturbance}: {advice}.")
     if known is not None:
         facts = _higher(facts, known)
+    if facts.last_bandwidth is not None:
+        now, best = facts.last_bandwidth / 1e9, facts.bandwidth / 1e9
+        say(f"Memory bandwidth was {now:.1f} GB/s now; the {best:.1f} GB/s measured {facts.measured} are kept as the limit.")
     _remember(_facts_path(kind, threads), facts)
     return facts
 
 
-def _elsewhere(facts: DeviceFacts) -> str:
-    return "" if facts.busy_share is None else f" ({facts.busy_share:.0%} of its processor time goes elsewhere)"
-
-
 def _higher(facts: DeviceFacts, known: DeviceFacts) -> DeviceFacts:
-    """The higher rates of two measurements, for a disturbed one only ever reads too low; as quiet as the quieter one."""
+    """The higher rates of two measurements, for a disturbed one only ever reads too low; as quiet as the quieter one.
+
+    Where the bandwidth is that of the earlier measurement, its date is too, and what the later one found is noted.
+    """
     best = {name: max(rate, known.flops.get(name, 0.0)) for name, rate in facts.flops.items()}
     base = known if known.quiet and not facts.quiet else facts
-    return replace(base, bandwidth=max(facts.bandwidth, known.bandwidth), flops=best)
+    if facts.bandwidth >= known.bandwidth:
+        faster, last = facts, (None, None)
+    else:
+        faster, last = known, (facts.bandwidth, facts.measured)
+    return replace(
+        base,
+        bandwidth=faster.bandwidth,
+        measured=faster.measured,
+        flops=best,
+        last_bandwidth=last[0],
+        last_measured=last[1],
+    )
 
 
 def _measure_apart(kind: str, threads: int) -> DeviceFacts:
@@ -207,6 +235,7 @@ def _measure(kind: str, threads: int) -> DeviceFacts:
         rates = {name: flops(getattr(torch, name)) for name in probes.DTYPES}
         best = max(first, bandwidth())
     busy_share = None if cuda else watch.busy_share()  # a GPU does not mind
+    spread = max(best.spread, *(rate.spread for rate in rates.values()))
     return DeviceFacts(
         name=device_name(kind),
         kind=kind,
@@ -215,8 +244,9 @@ def _measure(kind: str, threads: int) -> DeviceFacts:
         bandwidth=best.best,
         flops={name: rate.best for name, rate in rates.items()},
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
-        quiet=is_quiet(busy_share, max(best.spread, *(rate.spread for rate in rates.values()))),
+        quiet=is_quiet(busy_share, spread),
         busy_share=busy_share,
+        spread=spread,
     )
 
 

@@ -75,9 +75,12 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "floor_ratio" in roofline:
         step, floor = milliseconds(roofline["decode_step_ms"]), milliseconds(roofline["decode_floor_ms"])
         if roofline["quiet"]:
-            rows.append(("decode step", f"{step}, {roofline['floor_ratio']:.2f} times its floor of {floor}"))
+            slower = roofline.get("shortfall", 0.0)
+            late = f"; when last measured, the memory was {slower:.0%} slower than that floor supposes" if slower else ""
+            rows.append(("decode step", f"{step}, {roofline['floor_ratio']:.2f} times its floor of {floor}{late}"))
         else:
-            rows.append(("decode step", f"{step}; measured on a busy machine: the floor is a guess ({floor})"))
+            why = roofline.get("disturbance") or "something disturbed the measurement"  # older runs do not say
+            rows.append(("decode step", f"{step}; the floor is a guess ({floor}), for {why} when the device was measured"))
     if startup := metrics.get("startup_s"):
         rows.append(("start-up", milliseconds(startup["total"] * 1e3)))
     return rows

@@ -16,7 +16,7 @@ from lab.runner.buffers import InputBuffers
 from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
 from lab.sample.sampler import SampleOutput, Sampler
-from lab.types import Chunk, RowResult, Step, StepResult, TokenLogprobs
+from lab.types import Chunk, RowResult, Step, StepResult, TokenLogprobs, Watch
 
 PROMPT_LOGITS_AT_ONCE = 256  # positions; whole-prompt logits of a large vocabulary would not fit
 
@@ -87,6 +87,21 @@ class Runner:
             results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
         ms = (time.perf_counter() - begin) * 1e3
         return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms)
+
+    def watch(self, watch: Watch) -> None:
+        """Let each step and the calls it is made of be timed: `watch(name, call)` takes the place of each."""
+        for owner, method, name in (
+            (self, "execute", "step"),
+            (self.builder, "build", "batch"),
+            (self.forward, "run", "forward"),
+            (self.model, "logits", "lm_head"),
+            (self.model, "greedy", "lm_head"),
+            (self._sampler, "run", "sample"),
+            (self._sampler, "run_greedy", "sample"),
+            (self._drafting, "propose", "propose"),
+        ):
+            setattr(owner, method, watch(name, getattr(owner, method)))
+        self.forward.watch(watch)
 
     def reset(self) -> None:
         """Forget every row."""

@@ -42,12 +42,19 @@ def test_only_what_the_run_has_is_shown():
     ("quiet", "text"),
     [
         (True, "6.00 ms, 1.50 times its floor of 4.00 ms"),
-        (False, "6.00 ms; measured on a busy machine: the floor is a guess (4.00 ms)"),
+        (False, "6.00 ms; the floor is a guess (4.00 ms), for the machine was busy when the device was measured"),
     ],
 )
 def test_a_floor_from_a_busy_machine_is_called_a_guess(quiet, text):
     roofline = {"decode_step_ms": 6.0, "decode_floor_ms": 4.0, "floor_ratio": 1.5, "quiet": quiet}
+    roofline["disturbance"] = None if quiet else "the machine was busy"
     assert ("decode step", text) in headline({**METRICS, "roofline": roofline})
+
+
+def test_a_machine_that_was_slower_of_late_is_said_to_be():
+    roofline = {"decode_step_ms": 6.0, "decode_floor_ms": 4.0, "floor_ratio": 1.5, "quiet": True, "shortfall": 0.2}
+    ((_, text),) = [row for row in headline({**METRICS, "roofline": roofline}) if row[0] == "decode step"]
+    assert text.endswith("; when last measured, the memory was 20% slower than that floor supposes")
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,18 @@ class TestRoofline:
         small = json.loads(lab("roofline", f"model.path={model}", "cache.memory_bytes=1024", "--json").out)
         assert small["max_concurrency"] == pytest.approx(1024 / (small["kv_bytes_per_token"] * small["max_model_len"]))
 
+    def test_the_threads_are_those_of_a_run_and_the_quality_of_the_measurement_is_told(self, lab, model, monkeypatch):
+        asked = []
+        poor = dataclasses.replace(FACTS, quiet=False, busy_share=0.4, last_bandwidth=30e9, last_measured="later")
+        monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: asked.append(threads) or poor)
+        argv = ("roofline", f"model.path={model}", "model.dtype=float32", "num_threads=3")
+        record = json.loads(lab(*argv, "--json").out)
+        assert asked == [3] and (record["quiet"], record["busy_share"]) == (False, 0.4)
+        monkeypatch.setattr(roofline, "busy_now", lambda: True)
+        shown = lab(*argv).out
+        assert "disturbed" in shown and "40% of its processor time" in shown and "only 30.0 GB/s when last measured" in shown
+        assert "quiet" in lab("roofline", f"model.path={model}", "model.dtype=float32").out
+
     def test_a_disturbed_measurement_can_be_made_again(self, lab, model, monkeypatch):
         better = dataclasses.replace(FACTS, bandwidth=80e9, flops=dict.fromkeys(FACTS.flops, 1.0))
         monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: better)

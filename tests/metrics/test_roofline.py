@@ -82,21 +82,37 @@ def test_a_disturbed_measurement_is_made_again_until_one_was_quiet(cache, monkey
     monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
     said = []
     assert measure_device(log=said.append) == noisy == known_device()
-    assert len(said) == 2 and "(50% of its processor time goes elsewhere)" in said[1]
+    assert len(said) == 2 and "the machine was busy (50% of its processor time went elsewhere)" in said[1]
     second = measure_device(log=said.append)
-    assert (second.bandwidth, second.quiet, second.measured) == (3e9, False, "later")
-    assert "again" in said[2]
+    assert (second.bandwidth, second.quiet, second.measured) == (3e9, False, "today")
+    assert (second.last_bandwidth, second.last_measured, second.shortfall) == (2e9, "later", pytest.approx(1 / 3))
+    assert "again" in said[2] and "2.0 GB/s now; the 3.0 GB/s measured today are kept" in said[4]
     third = measure_device(log=said.append)
     assert (third.bandwidth, third.quiet) == (40e9, True)
+    assert (third.last_bandwidth, third.shortfall, third.disturbance) == (None, 0.0, None)
     assert third.flops == {"float32": 300e9, "bfloat16": 800e9}
-    assert measure_device(log=said.append) == third and not measured and len(said) == 5
+    assert measure_device(log=said.append) == third and not measured and len(said) == 6
 
 
 def test_a_quiet_measurement_stays_quiet_when_a_disturbed_one_follows(cache, monkeypatch):
     measured = [FACTS, replace(FACTS, bandwidth=1e9, quiet=False, busy_share=0.9, measured="later")]
     monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: measured.pop(0))
     measure_device()
-    assert measure_device(again=True) == FACTS and not measured
+    kept = replace(FACTS, last_bandwidth=1e9, last_measured="later")
+    assert measure_device(again=True) == kept == known_device() and not measured
+
+
+def test_what_disturbed_a_measurement_is_said_with_its_figure(cache, monkeypatch):
+    """A virtual machine whose speed varies is not busy, and is not called so."""
+    varying = replace(FACTS, quiet=False, busy_share=0.0, spread=0.45)
+    monkeypatch.setattr(roofline, "_measure_apart", lambda kind, threads: varying)
+    said = []
+    measure_device(log=said.append)
+    assert "speed varied (half of the repetitions were 45% or more slower than the best)" in said[1]
+    assert "busy" not in said[1]
+    both = replace(varying, busy_share=0.2).disturbance
+    assert "busy (20% of" in both and "45%" in both
+    assert replace(varying, quiet=True).disturbance is None
 
 
 def test_the_threads_are_those_asked_for_or_the_usable_cores(cache, monkeypatch):

@@ -1,0 +1,66 @@
+"""What LLM and AsyncLLM have in common: how they are made, and what can be asked of both."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from lab.engine.stack import Stack, build_stack, settings_for
+from lab.settings import Settings
+
+
+class Opened(ABC):
+    """A model opened from Python; also a context manager, which closes it."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        attention: str | None = None,
+        spec: str | None = None,
+        quant: str | None = None,
+        moe: str | None = None,
+        overrides: Sequence[str] = (),
+        settings: Settings | None = None,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: a name from conf/model, a local folder, a .gguf file or a hub id; by default what the settings name.
+            attention, spec, quant, moe: plugins by name.
+            overrides: further settings in Hydra's syntax.
+            settings: ready settings, in place of all the above.
+
+        Raises:
+            UserError: for what the arguments get wrong.
+        """
+        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
+        self._start(build_stack(settings_for(model, plugins, overrides, settings)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def settings(self) -> Settings:
+        return self._open_stack.settings
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers, None for a model without one."""
+        return self._open_stack.frontend.tokenizer
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the model's memory back. More than once does no harm."""
+
+    @abstractmethod
+    def _start(self, stack: Stack) -> None:
+        """Take the loaded engine, once."""
+
+    @property
+    @abstractmethod
+    def _open_stack(self) -> Stack:
+        """The engine with its front."""
