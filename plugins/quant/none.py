@@ -51,6 +51,7 @@ class NoQuant(Quant):
     """Weights in the model's own dtype (on the CPU repacked for the kernels that multiply by them)."""
 
     capabilities = Capabilities(devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe"})
+    libraries = {_cpu_linear.NAMESPACE: _cpu_linear.SOURCES}
 
     def params(self, spec: LinearSpec) -> dict[str, ParamSpec]:
         return {"weight": ParamSpec((spec.out_features, spec.in_features), spec.dtype)}

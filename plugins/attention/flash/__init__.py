@@ -12,14 +12,14 @@ import torch
 
 from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
 
+from .cpu import LIBRARY, SOURCES, CpuKernels
+
 
 def _kernels(device: str) -> type:
     if device == "cuda":
         from .cuda import CudaKernels
 
         return CudaKernels
-    from .cpu import CpuKernels
-
     return CpuKernels
 
 
@@ -32,6 +32,7 @@ class Flash(Attention):
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
         isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
 
+    libraries = {LIBRARY: SOURCES}
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},

@@ -7,7 +7,7 @@
 // then exactly one AMX tile of 1 KiB. The same copy serves every number of rows.
 #pragma once
 
-#include "vectors.h"
+#include "lab/vectors.h"
 
 namespace lab {
 
