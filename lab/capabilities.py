@@ -28,7 +28,7 @@ class Capabilities:
     block_multiple: int = 1  # block sizes must be a multiple of it
     features: frozenset[str] = frozenset()  # e.g. gqa, sliding_window, softcap, spec_verify, mla, lse, tensor_parallel, moe
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
-    packages: tuple[str, ...] = ()  # importable names that must be installed
+    packages: tuple[str, ...] = ()  # importable names that must be installed; "cuda:triton" on that device alone
     requires: frozenset[str] = frozenset()  # tools of the machine: cxx, a C++ compiler
     priority: int = 0  # among usable plugins `auto` takes the highest
 
@@ -70,8 +70,9 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     reasons = []
     if capabilities.api_version != API_VERSION:
         reasons.append(f"written for plugin API version {capabilities.api_version}, this is version {API_VERSION}")
-    for package in capabilities.packages:
-        if not _is_installed(package):
+    for entry in capabilities.packages:
+        device, _, package = entry.rpartition(":")
+        if device in ("", needs.device) and not _is_installed(package):
             reasons.append(f"package '{package}' is not installed")
     reasons += [lack for tool in sorted(capabilities.requires) if (lack := TOOLS[tool]())]
     one_of = (

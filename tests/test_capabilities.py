@@ -51,6 +51,12 @@ def test_packages_and_api_version():
     assert "99" in reason and "this is version 1" in reason
 
 
+def test_a_package_that_one_device_needs():
+    limited = Capabilities(packages=("cuda:no_such_package",))
+    assert unmet(limited, Needs(device="cuda")) == ["package 'no_such_package' is not installed"]
+    assert unmet(limited, Needs(device="cpu")) == unmet(limited, Needs()) == []
+
+
 VERDICTS = [Verdict("slow", (), 0), Verdict("fast", (), 10), Verdict("best", ("device cpu (it runs on cuda)",), 20)]
 
 

@@ -25,7 +25,19 @@ MODULE_LINES, MODULE_LINES_AIM, FUNCTION_LINES, CLASS_METHODS = 600, 400, 80, 20
 
 # What each part of lab may import of lab at run time. An import for type checking only is free. The order is that of the
 # layers: nothing imports from below itself, apart from lab.__init__, which offers the engine on demand.
-LEAVES = {"errors", "types", "sampling_params", "settings", "capabilities", "typed", "cache", "context", "contracts", "native"}
+LEAVES = {
+    "errors",
+    "types",
+    "sampling_params",
+    "settings",
+    "capabilities",
+    "typed",
+    "cache",
+    "context",
+    "contracts",
+    "native",
+    "memory",
+}
 MAY_IMPORT = {
     "errors": set(),
     "sampling_params": {"errors"},
@@ -35,6 +47,7 @@ MAY_IMPORT = {
     "cache": {"errors"},
     "native": {"cache", "errors", "native"},
     "context": set(),
+    "memory": set(),
     "capabilities": {"errors", "native"},
     "plugin_source": {"capabilities", "errors"},
     "registry": {"plugin_source", "capabilities", "typed", "errors"},

@@ -116,6 +116,23 @@ def check_bias(entry: Entry, options: Any) -> None:
     _close(layer(x_TI).float(), expected, dtype, "the layer's output is not apply's plus the bias")
 
 
+def check_argmax(entry: Entry, options: Any) -> None:
+    """`argmax`, where it is offered, names the first of the largest entries of `apply`, as it rounds them."""
+    for dtype in _dtypes(entry):
+        quant = entry.load()(options)
+        spec = _spec(quant, 64, 320, dtype)
+        w = quant.finish(_random_tensors(quant, spec), spec)
+        for num_tokens in NUM_TOKENS:
+            x_TI = _input(num_tokens, spec)
+            x_TI[-1] = 0  # all outputs are equal
+            found = quant.argmax(w, x_TI, spec)
+            if found is None:
+                return
+            expected = quant.apply(w, x_TI, spec).float().argmax(-1)
+            if found.dtype != torch.int64 or found.tolist() != expected.tolist():
+                raise CheckFailed(f"argmax is not that of apply for {num_tokens} tokens in {dtype}")
+
+
 def check_traceable(entry: Entry, options: Any) -> None:
     """torch.compile takes `apply` into one graph without a break, for any number of tokens."""
     quant, spec, w = _layer(entry, options)

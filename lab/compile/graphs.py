@@ -4,9 +4,11 @@ What capturing means is a `GraphRuntime`'s business. `CudaRuntime` records CUDA 
 around it, which shapes, which inputs, which plans, has no device in it and is tried on the CPU with a runtime that records.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,6 +90,15 @@ class GraphRuntime(Protocol):
     def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Record `work`. Returns what replays it, and what `work` gave: tensors that every replay writes anew."""
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, not kept from being used again by what is captured later."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around all captures of a store."""
+
+    def forget(self) -> None:
+        """Give back the memory of captures whose replays are gone."""
+
     def memory_in_use(self) -> int:
         """Bytes of the device that are taken now."""
 
@@ -98,17 +109,62 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def capture(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        # not torch.cuda.graph(), which collects garbage and empties the allocator's cache for each capture: there are thousands
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
         return graph.replay, result
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """No garbage is collected meanwhile: what a destructor does may not be allowed while a stream is recorded."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+            torch.cuda.synchronize(self._device)
+
+    def forget(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool that was given back takes no more captures
 
     def memory_in_use(self) -> int:
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+
+class _Memory:
+    """A tensor's memory from its first entry to its last, as bytes, in a form that torch makes tensors of which own nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        entries = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.__cuda_array_interface__ = {
+            "shape": (entries * tensor.itemsize,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 @dataclass(slots=True)
@@ -171,10 +227,11 @@ class GraphStore:
     def capture(self, kv: list[torch.Tensor]) -> None:
         """Capture every key, the largest first so that the smaller ones fit into the memory of the pool."""
         begin = time.perf_counter()
-        for number, key in enumerate(self._keys, 1):
-            if number == 1 or number % 10 == 0 or number == len(self._keys):
-                log.info("capturing graph %d of %d (%s, %d tokens)", number, len(self._keys), key.mode, key.num_tokens)
-            self._captured[key] = self._capture(key, kv)
+        with self._runtime.capturing():
+            for number, key in enumerate(self._keys, 1):
+                if number == 1 or number % 10 == 0 or number == len(self._keys):
+                    log.info("capturing graph %d of %d (%s, %d tokens)", number, len(self._keys), key.mode, key.num_tokens)
+                self._captured[key] = self._capture(key, self._warm_up(key, kv), kv)
         if self._keys:
             log.info("captured %d graphs in %.1f s", len(self._keys), time.perf_counter() - begin)
 
@@ -182,41 +239,57 @@ class GraphStore:
     def estimate_bytes(self, kv: list[torch.Tensor]) -> int:
         """Device memory that capturing every key will take, from the first ones of each mode. Leaves nothing captured."""
         total = 0
-        for mode in {key.mode for key in self._keys}:
-            keys = [key for key in self._keys if key.mode == mode]
-            trials, taken = [], []
-            for key in keys[:PROBED_GRAPHS]:
-                before = self._runtime.memory_in_use()
-                trials.append(self._capture(key, kv))
-                taken.append(max(self._runtime.memory_in_use() - before, 0))
-            total += taken[0] + taken[-1] * (len(keys) - 1)
+        trials = []
+        with self._runtime.capturing():
+            for mode in sorted({key.mode for key in self._keys}):
+                keys, taken = [key for key in self._keys if key.mode == mode], []
+                for key in keys[:PROBED_GRAPHS]:
+                    batch = self._warm_up(key, kv)
+                    before = self._runtime.memory_in_use()
+                    trials.append(self._capture(key, batch, kv))
+                    taken.append(max(self._runtime.memory_in_use() - before, 0))
+                total += taken[0] + taken[-1] * (len(keys) - 1)
+        trials.clear()
+        self._runtime.forget()
         return total
 
-    def _capture(self, key: BatchKey, kv: list[torch.Tensor]) -> _Captured:
-        batch = self._builder.build_sample(key.num_tokens, key.num_rows or 1)
-        self._direct.run(key, batch, kv)  # warm-up: lazy initialisation and autotuning must not be recorded
+    def _warm_up(self, key: BatchKey, kv: list[torch.Tensor]) -> "Batch":
+        """Run the key's shape once: lazy initialisation and autotuning must not be recorded. Returns the batch."""
+        batch = self._builder.build_sample(key.num_tokens, key.num_rows, is_uniform=key.uniform_q > 0)
+        self._direct.run(key, batch, kv)
+        return batch
+
+    def _capture(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> _Captured:
         if key.mode == "piecewise":
             return self._capture_pieces(batch)
         plans = self._direct.plans(batch, None)
         model = self._direct.forms.get("piecewise") or self._direct.forms["none"]
         with forward_context(self._direct.context(batch, kv, plans)):
             replay, hidden_TD = self._runtime.capture(lambda: model(batch.input_ids_T, batch.positions_T))
-        return _Captured([replay], hidden_TD, plans)
+        return _Captured([replay], self._runtime.alias(hidden_TD), plans)
 
     def _capture_pieces(self, batch: "Batch") -> _Captured:
+        """A graph for each piece. Attention between them gets aliases, so that layers and keys use the same memory again."""
         assert self._pieces is not None, "the dispatcher chose pieces where there are none"
         registers = self._pieces.registers(batch.input_ids_T, batch.positions_T)
         calls: list[Callable[[], None]] = []
         for call in self._pieces.calls:
             if isinstance(call, AttentionCall):
-                calls.append(_attention_on(call, registers.copy()))
+                calls.append(_attention_on(call, self._aliases(call, registers)))
                 continue
             arguments = call.arguments(registers)
             replay, values = self._runtime.capture(lambda unit=call.unit, given=arguments: unit(given.copy()))
             calls.append(replay)
             for register, value in zip(call.outputs, values, strict=True):
                 registers[register] = value
-        return _Captured(calls, registers[self._pieces.program.output], None)
+        return _Captured(calls, self._runtime.alias(registers[self._pieces.program.output]), None)
+
+    def _aliases(self, call: AttentionCall, registers: list[Any]) -> list[Any]:
+        """Registers that hold nothing but what the call names."""
+        named: list[Any] = [None] * len(registers)
+        for register in (call.q, call.k, call.v, call.out):
+            named[register] = self._runtime.alias(registers[register])
+        return named
 
 
 def _attention_on(call: AttentionCall, registers: list[Any]) -> Callable[[], None]:

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lab")
 
 NO_COMPILER = "no C++ compiler is installed; install g++ (Debian, Ubuntu: apt install g++), or name one in CXX"
+NO_TRITON = "the package triton is not installed, which compiled code for CUDA is written in"
 NO_HEADERS = "Python's C headers are not installed; install them (Debian, Ubuntu: apt install python3-dev)"
 
 
@@ -76,15 +78,22 @@ def settle_mode(asked: str, device: torch.device) -> str:
     """What compile.mode comes to: `auto` compiles where it can and says so where it cannot."""
     if asked == "none":
         return "none"
-    obstacle = None
-    if device.type == "cpu":
-        obstacle = NO_COMPILER if find_compiler() is None else None if has_python_headers() else NO_HEADERS
+    obstacle = _obstacle(device)
     if obstacle is None:
         return "piecewise"
     if asked != "auto":
         raise UserError(f"compile.mode={asked}: {obstacle}. Or run eagerly with compile.mode=none.")
     log.warning("%s: the model runs eagerly, and slower", obstacle)
     return "none"
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled for the device here. Triton, too, compiles C for the host."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        return NO_TRITON
+    if find_compiler() is None:
+        return NO_COMPILER
+    return None if has_python_headers() else NO_HEADERS
 
 
 def _dispatcher(
@@ -108,7 +117,7 @@ def _dispatcher(
         log.info("compile.cudagraph_mode=%s: %s", asked, reason)
     sizes: Sequence[int] | None = settings.capture_sizes or derived_sizes(max_rows, uniform_q, max_tokens)
     pad = settings.pad == "always" or (settings.pad == "auto" and not is_cpu)
-    if not is_cpu and not pad:
+    if not is_cpu and not pad and {modes.decode, modes.mixed} != {"none"}:
         raise UserError("compile.pad=never: captured graphs need it. Use compile.cudagraph_mode=none, or compile.pad=auto.")
     return Dispatcher(modes, sizes if pad else None, max_rows=max_rows, uniform_q=uniform_q)
 

@@ -23,12 +23,14 @@ from lab.compile.program import Unit
 from lab.native import find_compiler
 
 DATA_PTR_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # by which a kernel's binding finds torch's tensors
+TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 INDUCTOR_SETTINGS = {
     "size_asserts": False,  # shapes are right by construction, and a check would cost as much as a small kernel
     "fx_graph_cache": False,  # entries are kept by lab.compile.artifacts
     "cpp.vec_isa_ok": True,  # the processor's flags are believed; to try each set out takes several seconds
 }
 WORK = "inductor"  # where Inductor's own files of an entry lie, for units that are not plain C++
+_copies: list[tempfile.TemporaryDirectory] = []  # of entries whose units are loaded; they go with the process
 _BUILDER = "async_compile"  # the name under which the generated module builds its kernels
 
 
@@ -71,8 +73,16 @@ def inductor_session(work: Path) -> Iterator[None]:
     work.mkdir(exist_ok=True)
     compiler = find_compiler()
     settings = INDUCTOR_SETTINGS if compiler is None else {**INDUCTOR_SETTINGS, "cpp.cxx": (compiler,)}
-    with temporary_cache_dir(str(work)), config.patch(settings):
-        yield
+    before = os.environ.get(TRITON_CACHE_VARIABLE)
+    os.environ[TRITON_CACHE_VARIABLE] = str(work / "triton")  # else Inductor sets it to such a place, and leaves it so
+    try:
+        with temporary_cache_dir(str(work)), config.patch(settings):
+            yield
+    finally:
+        if before is None:
+            del os.environ[TRITON_CACHE_VARIABLE]
+        else:
+            os.environ[TRITON_CACHE_VARIABLE] = before
 
 
 def portable_code(source: str, namespace: dict[str, Any]) -> UnitCode | None:
@@ -133,16 +143,18 @@ def load_units(described: list[dict[str, Any]], files: dict[str, bytes], folder:
     """The callables of units that `write_units` described; `files` are the verified contents of the entry's folder."""
     if all(unit["kernels"] is not None for unit in described):
         return [_load(files[unit["source"]], _load_kernels(unit["kernels"], folder)) for unit in described]
-    work = Path(tempfile.mkdtemp(prefix="lab-compiled-"))  # a copy: what is built on loading must not change the entry
-    try:
-        for name, content in files.items():
-            if name.startswith(f"{WORK}/"):
-                (work / name).parent.mkdir(parents=True, exist_ok=True)
-                (work / name).write_bytes(content)
-        with inductor_session(work / WORK):
-            return [_load(files[unit["source"]], _load_kernels(unit["kernels"] or {}, folder)) for unit in described]
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    from torch._inductor import config
+
+    # a copy, for what is built on loading must not change the entry; kept, for tuning in the first runs writes beside kernels
+    copy = tempfile.TemporaryDirectory(prefix="lab-compiled-", ignore_cleanup_errors=True)
+    _copies.append(copy)
+    for name, content in files.items():
+        if name.startswith(f"{WORK}/"):
+            path = Path(copy.name, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    with inductor_session(Path(copy.name, WORK)), config.patch(compile_threads=1):  # all is compiled: no workers
+        return [_load(files[unit["source"]], _load_kernels(unit["kernels"] or {}, folder)) for unit in described]
 
 
 def _load(source: bytes, kernels: dict[str, Any]) -> Unit:

@@ -1,7 +1,9 @@
 """The contract of an attention plugin: one class, and one `Plan` of its own."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lab.capabilities import Capabilities
@@ -41,6 +43,7 @@ class Attention(ABC):
     kind: ClassVar[str]
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
+    libraries: ClassVar[Mapping[str, Sequence[Path]]] = {}  # C++ that it loads on the CPU by lab.native: name, sources
 
     @dataclass(frozen=True)
     class Options:

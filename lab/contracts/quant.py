@@ -1,7 +1,9 @@
 """The contract of a weight format: how a linear layer's weights are stored, repacked, applied and read back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lab.capabilities import Capabilities
@@ -38,6 +40,7 @@ class Quant(ABC):
     kind: ClassVar[str]
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
+    libraries: ClassVar[Mapping[str, Sequence[Path]]] = {}  # C++ that it loads on the CPU by lab.native: name, sources
 
     @dataclass(frozen=True)
     class Options:
@@ -66,6 +69,15 @@ class Quant(ABC):
     @abstractmethod
     def apply(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor":
         """y_TO without the bias; traceable by torch.compile, or one custom op."""
+
+    def argmax(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor | None":
+        """ids_T (int64): the index of the largest entry of each row of `apply`, found without storing the product.
+
+        It is the id that comparing the whole product would give: entries are compared as `apply` rounds them, the lowest id
+        wins among equals, and the first entry that is not a number wins over all. None where the format has no such product;
+        the caller then compares what `apply` returns. The layer has no bias.
+        """
+        return None
 
     @abstractmethod
     def dequantize(self, w: "dict[str, torch.Tensor]", spec: LinearSpec) -> "torch.Tensor":

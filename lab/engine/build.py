@@ -3,13 +3,13 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from lab import registry
+from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
@@ -23,6 +23,8 @@ from lab.kv.blocks import BlockManager
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
+from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
+from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
 from lab.runner.runner import Limits, Runner
@@ -46,8 +48,11 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     dtype = _dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
 
-    chosen = _choose_plugins(settings, config, device, dtype)
+    common = {"device": device.type, "dtype": _name(dtype)}
+    chosen = _choose_plugins(settings, config, common)
     quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
+    if device.type == "cpu":
+        native.build_ahead(_libraries(settings, chosen, common))
     log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
     model = load_model(
         folder,
@@ -90,7 +95,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         device=device.type,
         dtype=_name(dtype),
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=bytes_per_block([b.spec for b in backends]) // settings.cache.block_size,
+        kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={
@@ -136,7 +141,7 @@ def _warm_runner(
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block([b.spec for b in backends]),
+        bytes_per_block(backends),
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
@@ -159,15 +164,20 @@ def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
     )
 
 
-def _choose_plugins(settings: Settings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Resolved]:
+def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, str]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
-    common = {"device": device.type, "dtype": _name(dtype)}
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
-        "spec": resolve("spec", settings.spec, Needs(device=device.type)),
+        "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
+
+
+def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
+    """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
+    likely = resolve("attention", settings.attention, Needs(**common))
+    return {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
 
 
 def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
@@ -252,7 +262,7 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return torch.device(name) if name == "cpu" else torch.device(name, torch.cuda.current_device())
 
 
 def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -285,11 +295,10 @@ def _profile_blocks(settings: Settings, limits: Limits) -> int:
 def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
     """One ordinary step of the largest size: as many tokens as the budget allows, every row sampling."""
     budget = settings.scheduler.max_num_batched_tokens
-    longest = min(limits.max_model_len, budget)
-    lengths = [longest] * min(budget // longest, limits.max_rows)
-    rest = budget - sum(lengths)
-    if rest and len(lengths) < limits.max_rows:
-        lengths.append(rest)
+    lengths, rest = [], budget
+    for rows_left in range(min(limits.max_rows, budget), 0, -1):  # as long as may be, but at least one token for each
+        lengths.append(min(limits.max_model_len, rest - rows_left + 1))
+        rest -= lengths[-1]
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
     new_rows, chunks, next_block = [], [], 0
     for index, length in enumerate(lengths):

@@ -26,6 +26,10 @@ def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
     return torch.from_numpy(np.zeros(math.prod(shape) * spec.kv_dtype.itemsize, np.uint8)).view(spec.kv_dtype).view(shape)
 
 
-def bytes_per_block(specs: list[AttentionSpec]) -> int:
-    """Bytes that one block takes over all layers."""
-    return sum(spec.kv_bytes_per_token * spec.block_size for spec in specs)
+def bytes_per_block(backends: list[Attention]) -> int:
+    """Bytes that one more block takes over all layers, with all that the layouts add."""
+    return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in backends)
+
+
+def _bytes(backend: Attention, num_blocks: int) -> int:
+    return math.prod(backend.kv_shape(num_blocks, backend.spec.block_size)) * backend.spec.kv_dtype.itemsize

@@ -9,20 +9,25 @@ from lab.contracts.quant import LinearSpec, Quant
 from lab.model.config import ModelConfig
 from lab.model.layers.attention import AttentionLayer
 from lab.model.layers.embed import Embedding
+from lab.model.layers.fused import Formulas
 from lab.model.layers.linear import Linear
 from lab.model.layers.norm import RMSNorm
-from lab.model.layers.rope import Rope, rotate
+from lab.model.layers.rope import Rope
 
 
 @dataclass(frozen=True)
 class Build:
-    """What every layer is built with. `plain` serves the linear layers that `quant` does not want."""
+    """What every layer is built with.
+
+    `plain` serves the linear layers that `quant` does not want, `fused` is what runs between linear layers.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     quant: Quant
     plain: Quant
+    fused: Formulas
     max_model_len: int
 
     def linear(self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False) -> Linear:
@@ -32,7 +37,7 @@ class Build:
         return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
 
     def norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(name, size, self.config.rms_norm_eps, self.dtype, self.device)
+        return RMSNorm(name, size, self.config.rms_norm_eps, self.dtype, self.device, self.fused)
 
 
 class SelfAttention(nn.Module):
@@ -41,6 +46,7 @@ class SelfAttention(nn.Module):
     def __init__(self, build: Build, at: str, layer: int) -> None:
         super().__init__()
         config = build.config
+        self._rotate = build.fused.rotate
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if config.fused_checkpoint:
@@ -65,11 +71,11 @@ class SelfAttention(nn.Module):
         heads = self.qkv_proj(hidden_TD).unflatten(1, (-1, self.head_dim))
         num_rotated = self.num_heads + self.num_kv_heads
         if self.q_norm is None:
-            qk = rotate(heads[:, :num_rotated], cos, sin)  # queries and keys in one go
+            qk = self._rotate(heads[:, :num_rotated], cos, sin)  # queries and keys in one go
             q_TNH, k_TKH = qk[:, : self.num_heads], qk[:, self.num_heads :]
         else:
-            q_TNH = rotate(self.q_norm(heads[:, : self.num_heads]), cos, sin)
-            k_TKH = rotate(self.k_norm(heads[:, self.num_heads : num_rotated]), cos, sin)
+            q_TNH = self._rotate(self.q_norm(heads[:, : self.num_heads]), cos, sin)
+            k_TKH = self._rotate(self.k_norm(heads[:, self.num_heads : num_rotated]), cos, sin)
         return self.o_proj(self.attention(q_TNH, k_TKH, heads[:, num_rotated:]))
 
 
@@ -85,10 +91,10 @@ class FeedForward(nn.Module):
             parts = ((f"{at}.gate_proj", inner), (f"{at}.up_proj", inner))
         self.gate_up_proj = build.linear(f"{at}.gate_up_proj", hidden, parts, bias=bias)
         self.down_proj = build.linear(f"{at}.down_proj", inner, ((f"{at}.down_proj", hidden),), bias=bias)
+        self._silu_mul = build.fused.silu_mul
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        gate_TF, up_TF = self.gate_up_proj(hidden_TD).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate_TF) * up_TF)
+        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden_TD)))
 
 
 class DecoderLayer(nn.Module):
@@ -102,9 +108,17 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = build.norm(f"{at}.post_attention_layernorm", size)
         self.feed_forward = FeedForward(build, f"{at}.mlp")
 
-    def forward(self, hidden_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        hidden_TD = hidden_TD + self.self_attention(self.input_norm(hidden_TD), cos, sin)
-        return hidden_TD + self.feed_forward(self.post_attention_norm(hidden_TD))
+    def forward(
+        self, hidden_TD: torch.Tensor, delta_TD: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual path, and what is to be added to it: each sum is made in one pass with the norm that reads it."""
+        if delta_TD is None:
+            normed_TD = self.input_norm(hidden_TD)
+        else:
+            normed_TD, hidden_TD = self.input_norm.of_sum(hidden_TD, delta_TD)
+        delta_TD = self.self_attention(normed_TD, cos, sin)
+        normed_TD, hidden_TD = self.post_attention_norm.of_sum(hidden_TD, delta_TD)
+        return hidden_TD, self.feed_forward(normed_TD)
 
 
 class Decoder(nn.Module):
@@ -118,6 +132,7 @@ class Decoder(nn.Module):
         self.norm = build.norm("model.norm", config.hidden_size)
         self.rope = Rope(config.rope, build.max_model_len, build.device)
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.fused = build.fused
         self.lm_head = build.linear("lm_head", config.hidden_size, ((head, config.vocab_size),))
 
     @property
@@ -127,11 +142,15 @@ class Decoder(nn.Module):
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD after the final norm; the forward context of the step must be open."""
         cos, sin = self.rope(positions_T)
-        hidden_TD = self.embed(input_ids_T)
+        hidden_TD, delta_TD = self.embed(input_ids_T), None
         for layer in self.layers:
-            hidden_TD = layer(hidden_TD, cos, sin)
-        return self.norm(hidden_TD)
+            hidden_TD, delta_TD = layer(hidden_TD, delta_TD, cos, sin)
+        return self.norm.of_sum(hidden_TD, delta_TD)[0]
 
     def logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """logits_LV in float32."""
         return self.lm_head(hidden_LD).float()
+
+    def greedy(self, hidden_LD: torch.Tensor) -> torch.Tensor | None:
+        """ids_L of the largest logits, the lowest among equals, without the logits; None where they have to be computed."""
+        return self.lm_head.argmax(hidden_LD)

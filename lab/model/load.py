@@ -16,11 +16,13 @@ from lab import registry
 from lab.contracts.moe import Moe
 from lab.contracts.quant import Quant
 from lab.errors import UserError, unknown
+from lab.memory import HugePages
 from lab.model.checkpoint import Checkpoint
 from lab.model.config import ModelConfig
 from lab.model.decoder import Build, Decoder
 from lab.model.dummy_checkpoint import DummyCheckpoint
 from lab.model.gguf_checkpoint import GgufCheckpoint
+from lab.model.layers.fused import fused_for
 from lab.model.layers.linear import Linear
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
 
@@ -59,7 +61,13 @@ def load_model(
     try:
         plain = registry.get("quant", "none")
         build = Build(
-            config, dtype, device, quant, plain.load()(plain.make_options({})), max_model_len or config.max_position_embeddings
+            config,
+            dtype,
+            device,
+            quant,
+            plain.load()(plain.make_options({})),
+            fused_for(device, dtype),
+            max_model_len or config.max_position_embeddings,
         )
         with torch.inference_mode():
             model = Decoder(build)
@@ -75,8 +83,11 @@ def load_model(
 def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Read every tensor of the model, the largest layers first: while one is repacked it is there twice."""
     modules = [module for module in model.modules() if hasattr(module, "load")]
+    pages = HugePages()
     for module in sorted(modules, key=_repacked_elements, reverse=True):
         module.load(checkpoint)
+        if isinstance(module, Linear):
+            module.keep({name: pages.hold(tensor) for name, tensor in module.weights.items()})
 
 
 def _repacked_elements(module: nn.Module) -> int:

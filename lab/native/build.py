@@ -19,8 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lab.cache import cache_dir
@@ -32,6 +32,7 @@ FLAGS = (
     *("-fno-trapping-math", "-Wall"),
 )
 DIGEST_BYTES = 32
+INCLUDE = Path(__file__).parent / "include"  # our own headers, for all extensions: #include "lab/..."
 MESSAGE_LINES = 12  # of a failed compiler's output
 
 _loaded: dict[str, str] = {}  # name of a loaded library: its key
@@ -78,11 +79,26 @@ def load(name: str, sources: Sequence[Path], *, flags: Sequence[str] = ()) -> No
         _loaded[name] = key
 
 
+def build_ahead(libraries: Mapping[str, Sequence[Path]]) -> None:
+    """Begin to build what `load` will ask for, all side by side, and return: a first start then waits for the longest alone.
+
+    Does nothing for what is there. What fails here is tried again by `load`, which says why.
+    """
+    if available() is None:
+        for name, sources in libraries.items():
+            threading.Thread(target=_build_quietly, args=(name, sources), name=f"lab-build-{name}", daemon=True).start()
+
+
+def _build_quietly(name: str, sources: Sequence[Path]) -> None:
+    with suppress(BuildError):
+        _library(name, _key(name, sources, ()), sources, ())
+
+
 def _key(name: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
     """A digest of everything that the machine code depends on."""
     import torch
 
-    headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
+    headers = sorted({header for source in sources for header in source.parent.glob("*.h")}) + sorted(INCLUDE.glob("lab/*.h"))
     parts = [name, *FLAGS, *flags, torch.__version__, _compiler_version(), *_instruction_sets()]
     parts += [f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in (*sources, *headers)]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
@@ -159,7 +175,7 @@ def _build(name: str, library: Path, sources: Sequence[Path], flags: Sequence[st
 
 def _compile(name: str, flags: Sequence[str]) -> list[str]:
     include = _torch_folder() / "include"
-    return [find_compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-isystem{include}", *flags]
+    return [find_compiler(), *FLAGS, f"-DLAB_NAMESPACE={name}", f"-I{INCLUDE}", f"-isystem{include}", *flags]
 
 
 def _libraries() -> list[str]:

@@ -47,11 +47,20 @@ class Batch:
 class BatchBuilder:
     """Gathers a `Batch` from the rows; all arithmetic is on the host, one copy to the device each.
 
-    With `buffers` the batch's tensors are views of them, at the same addresses in every step.
+    With `buffers` the batch's tensors are views of them, at the same addresses in every step. `max_len` is the length of the
+    longest row (None: as many tokens as a row has places for).
     """
 
-    def __init__(self, rows: Rows, block_size: int, device: torch.device, buffers: InputBuffers | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        block_size: int,
+        device: torch.device,
+        buffers: InputBuffers | None = None,
+        max_len: int | None = None,
+    ) -> None:
         self._rows = rows
+        self._max_len = max_len or rows.tokens_RC.shape[1]
         self._block_size = block_size
         self._device = device
         self._buffers = buffers
@@ -90,22 +99,35 @@ class BatchBuilder:
         )
         return self._on_device(host, int(count_R.max()), max_ctx, padded_tokens, padded_rows)
 
-    def build_sample(self, num_tokens: int, num_rows: int) -> Batch:
-        """A batch to try a shape with: rows of equal length (the first takes what is over), which write to no slot."""
-        count_R = np.full(num_rows, num_tokens // num_rows, np.int64)
-        count_R[0] += num_tokens - int(count_R.sum())
+    def build_sample(self, num_tokens: int, num_rows: int, *, is_uniform: bool) -> Batch:
+        """A batch to try a shape with, which writes to no slot.
+
+        Uniform: `num_rows` rows of equal length. Otherwise long rows and one of a single token, padded to `num_rows` rows;
+        `max_q` is that of the longest row that a batch of the shape may have.
+        """
+        count_R = np.full(num_rows, num_tokens // num_rows) if is_uniform else self._mixed_counts(num_tokens, num_rows)
         q_start_R1 = np.concatenate([[0], np.cumsum(count_R)]).astype(np.int32)
-        width = -(-int(count_R.max()) // self._block_size)
+        ctx_len_R = np.minimum(count_R, self._max_len).astype(np.int32)
+        width = -(-int(ctx_len_R.max()) // self._block_size)
+        positions_T = np.arange(num_tokens) - np.repeat(q_start_R1[:-1], count_R)
         host = HostBatch(
             input_ids_T=np.zeros(num_tokens, np.int32),
-            positions_T=np.arange(num_tokens) - np.repeat(q_start_R1[:-1], count_R),
+            positions_T=np.minimum(positions_T, self._max_len - 1),
             slots_T=np.full(num_tokens, -1, np.int64),
             q_start_R1=q_start_R1,
-            ctx_len_R=count_R.astype(np.int32),
-            blocks_RM=np.zeros((num_rows, width), np.int32),
+            ctx_len_R=ctx_len_R,
+            blocks_RM=np.zeros((len(count_R), width), np.int32),
             logits_idx_L=q_start_R1[1:].astype(np.int64) - 1,
         )
-        return self._on_device(host, int(count_R.max()), int(count_R.max()), 0, 0)
+        max_q = int(count_R.max()) if is_uniform else min(num_tokens, self._max_len)
+        return self._on_device(host, max_q, int(ctx_len_R.max()), 0, num_rows)
+
+    def _mixed_counts(self, num_tokens: int, num_rows: int) -> np.ndarray:
+        """Tokens of each row: one, and the others in rows as long as they may be."""
+        whole, rest = divmod(num_tokens - 1, self._max_len)
+        counts = [self._max_len] * whole + [rest] * (rest > 0) + [1]
+        most = num_rows or self._rows.tokens_RC.shape[0]
+        return np.array(counts if len(counts) <= most else [num_tokens])
 
     def _on_device(self, host: HostBatch, max_q: int, max_ctx: int, padded_tokens: int, padded_rows: int) -> Batch:
         padded = host.padded(max(padded_tokens, len(host.input_ids_T)), max(padded_rows, len(host.ctx_len_R)))

@@ -15,7 +15,7 @@ from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.buffers import InputBuffers
 from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
-from lab.sample.sampler import Sampler
+from lab.sample.sampler import SampleOutput, Sampler
 from lab.types import Chunk, RowResult, Step, StepResult, TokenLogprobs, Watch
 
 PROMPT_LOGITS_AT_ONCE = 256  # positions; whole-prompt logits of a large vocabulary would not fit
@@ -57,7 +57,7 @@ class Runner:
         if device.type != "cpu":
             num_tokens = max(limits.max_tokens, *(key.num_tokens for key in dispatcher.keys), 0)
             buffers = InputBuffers(num_tokens, limits.max_rows, self.rows.blocks_RM.shape[1], device)
-        self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers)
+        self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
         self._drafting = Drafting(proposer, self.rows, limits.vocab_size)
@@ -95,7 +95,9 @@ class Runner:
             (self.builder, "build", "batch"),
             (self.forward, "run", "forward"),
             (self.model, "logits", "lm_head"),
+            (self.model, "greedy", "lm_head"),
             (self._sampler, "run", "sample"),
+            (self._sampler, "run_greedy", "take greedy"),
             (self._drafting, "propose", "propose"),
         ):
             setattr(owner, method, watch(name, getattr(owner, method)))
@@ -158,13 +160,8 @@ class Runner:
         sampling = [s for s in shares if s.samples]
         sampled = {}
         if sampling:
-            logits_LV = self.model.logits(
-                hidden_TD if len(hidden_TD) == len(batch.logits_idx_L) else hidden_TD[batch.logits_idx_L]
-            )
-            drafts = [rows.drafts(s.row, s.num_drafts) if s.num_drafts else [] for s in sampling]
-            num_drafts = [s.num_drafts for s in sampling]
-            probs_RSV = self._drafting.probs(sampling)
-            output = self._sampler.run(logits_LV, [s.row for s in sampling], num_drafts, drafts, probs_RSV)
+            hidden_LD = hidden_TD if len(hidden_TD) == len(batch.logits_idx_L) else hidden_TD[batch.logits_idx_L]
+            output = self._choose(sampling, hidden_LD)
             for index, share in enumerate(sampling):
                 logprobs = output.logprobs[index] if output.logprobs is not None else None
                 sampled[share.row] = (output.token_ids[index], logprobs)
@@ -177,6 +174,17 @@ class Runner:
         row_ids = [s.row for s in sampling]
         proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
         return sampled, proposed, (time.perf_counter() - begin) * 1e3
+
+    def _choose(self, sampling: list[Share], hidden_LD: torch.Tensor) -> SampleOutput:
+        """The tokens of the sampling rows. The logits are computed only where more than their largest is wanted."""
+        rows = [s.row for s in sampling]
+        drafts = [self.rows.drafts(s.row, s.num_drafts) if s.num_drafts else [] for s in sampling]
+        num_drafts = [s.num_drafts for s in sampling]
+        ids_L = None if self._sampler.needs_logits(rows) else self.model.greedy(hidden_LD)
+        if ids_L is not None:
+            return self._sampler.run_greedy(ids_L, rows, num_drafts, drafts)
+        logits_LV = self.model.logits(hidden_LD)
+        return self._sampler.run(logits_LV, rows, num_drafts, drafts, self._drafting.probs(sampling))
 
     def _prompt_rows(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that this step's positions predict, by row."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lab.sample.ordering import block_sums, parts, pick, pick_short, top
+from lab.sample.transfer import to_device
 
 TOP_P_OFF = 1.0 - 2.0**-20
 CANDIDATES = (128, 2048)  # the first holds nearly every nucleus of a language model
@@ -61,7 +62,7 @@ def sample(x_WV: Tensor, filters: Filters, uniform_W: np.ndarray) -> np.ndarray:
     """
     tokens_W = np.empty(len(x_WV), np.int64)
     for kept in kept_tokens(x_WV, filters):
-        uniform_G = torch.from_numpy(uniform_W[kept.rows_G]).to(x_WV.device)
+        uniform_G = to_device(uniform_W[kept.rows_G], x_WV.device)
         if kept.ids_GK is None:
             tokens_G = pick(kept.weights_GK, uniform_G)
         else:
@@ -75,7 +76,7 @@ def probabilities(x_WV: Tensor, filters: Filters) -> Tensor:
     """The whole target distribution of each row: float32 of the shape of x_WV, zero for what the filters drop."""
     probs_WV = torch.zeros_like(x_WV)
     for kept in kept_tokens(x_WV, filters):
-        rows_G = torch.from_numpy(kept.rows_G).to(x_WV.device)
+        rows_G = to_device(kept.rows_G, x_WV.device)
         share_GK = (kept.weights_GK / kept.weights_GK.sum(-1, keepdim=True, dtype=torch.float64)).float()
         if kept.ids_GK is None:
             probs_WV[rows_G] = share_GK
@@ -105,7 +106,7 @@ def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> T
     """exp((x - maximum) / temperature): float32, 1 for the most likely token, so that nothing overflows."""
     scaled_WV = x_WV - maximum_W1
     if (temperature_W != 1.0).any():
-        scaled_WV.mul_(torch.from_numpy(1.0 / temperature_W).to(x_WV.device, torch.float32).unsqueeze(1))
+        scaled_WV.mul_(to_device((1.0 / temperature_W).astype(np.float32), x_WV.device).unsqueeze(1))
     return scaled_WV.exp_()
 
 
@@ -115,7 +116,7 @@ def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Ke
         weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], x_GV.amax(-1, keepdim=True))
         min_p_G = filters.min_p_W[rows_G]
         if min_p_G.any():
-            weights_GV.masked_fill_(weights_GV < torch.from_numpy(min_p_G).to(weights_GV).unsqueeze(1), 0.0)
+            weights_GV.masked_fill_(weights_GV < to_device(min_p_G.astype(np.float32), x_WV.device).unsqueeze(1), 0.0)
         yield Kept(rows_G, weights_GV, None)
 
 
@@ -136,7 +137,7 @@ def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Tensor, Tenso
     total_G1 = running_GK[:, -1:].clone()
     whole = np.flatnonzero(filters.top_k_W <= 0)
     if len(whole):
-        index = torch.from_numpy(whole).to(x_GV.device)
+        index = to_device(whole, x_GV.device)
         weights_XV = weights_of(_take(x_GV, whole), filters.temperature_W[whole], maximum_G1[index])
         total_G1[index] = block_sums(weights_XV).sum(-1, keepdim=True)
     top_p_G = np.where(filters.top_p_W < TOP_P_OFF, filters.top_p_W, 2.0)  # no share is 2: nothing is dropped
@@ -148,7 +149,7 @@ def _candidates(x_GV: Tensor, filters: Filters, num: int) -> tuple[Tensor, Tenso
 
 
 def _column(values_G: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values_G).to(like.device).unsqueeze(1)
+    return to_device(values_G, like.device).unsqueeze(1)
 
 
 def _take(x_WV: Tensor, rows: np.ndarray) -> Tensor:
@@ -156,4 +157,4 @@ def _take(x_WV: Tensor, rows: np.ndarray) -> Tensor:
     first, last = int(rows[0]), int(rows[-1])
     if last - first == len(rows) - 1:
         return x_WV[first : last + 1]
-    return x_WV[torch.from_numpy(rows).to(x_WV.device)]
+    return x_WV[to_device(rows, x_WV.device)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.sample.transfer import to_device
 from lab.sampling_params import SamplingParams
 
 BANNED = -1e30  # finite, and far below what bias and penalties can do
@@ -199,4 +200,4 @@ def _bounded(values: np.ndarray) -> np.ndarray:
 
 
 def _joined(arrays, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+    return to_device(np.concatenate(arrays), device)

@@ -16,6 +16,7 @@ from lab.sample.logprobs import token_logprobs
 from lab.sample.ordering import first_argmax
 from lab.sample.penalties import EditBatch, RowEdits
 from lab.sample.randomness import Purpose, uniforms
+from lab.sample.transfer import to_device
 from lab.sample.verify import accept, rejection_targets
 from lab.sampling_params import SamplingParams
 from lab.types import TokenLogprobs
@@ -99,14 +100,30 @@ class Sampler:
         else:
             targets = self._targets(logits_LV, layout, drafts, draft_probs).tolist()
         token_ids = accept(targets, num_drafts, drafts)
-        self._num_output_R[rows_R] += np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+        self._count(rows_R, token_ids)
         for index in np.flatnonzero(self._edited_R[rows_R]):
             self._edits[rows[index]].append(token_ids[index])
         return SampleOutput(token_ids, self._logprobs(logits_LV, rows_R, layout.starts, token_ids))
 
+    def needs_logits(self, rows: list[int]) -> bool:
+        """Whether these rows want more of their logits than which one is the largest."""
+        rows_R = np.asarray(rows, np.int64)
+        return bool((~self._greedy_R[rows_R] | self._edited_R[rows_R] | (self._num_logprobs_R[rows_R] >= 0)).any())
+
+    def run_greedy(self, ids_L: Tensor, rows: list[int], num_drafts: list[int], drafts: list[list[int]]) -> SampleOutput:
+        """As `run`, for rows that need no logits: ids_L are those of the largest logits, the lowest among equals."""
+        assert not self.needs_logits(rows), "a row is to be sampled, edited or reported with log-probabilities"
+        assert len(ids_L) == len(rows) + sum(num_drafts), f"{len(ids_L)} ids for {len(rows)} rows"
+        token_ids = accept(ids_L.tolist(), num_drafts, drafts)
+        self._count(np.asarray(rows, np.int64), token_ids)
+        return SampleOutput(token_ids, None)
+
     def prompt_logprobs(self, logits_XV: Tensor, next_ids: list[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens that follow these prompt positions, each with `num` alternatives."""
         return token_logprobs(logits_XV, next_ids, [num] * len(next_ids))
+
+    def _count(self, rows_R: np.ndarray, token_ids: list[list[int]]) -> None:
+        self._num_output_R[rows_R] += np.fromiter(map(len, token_ids), np.int64, len(token_ids))
 
     def _layout(self, rows: list[int], num_drafts: list[int]) -> _Layout:
         sizes = np.asarray(num_drafts, np.int64) + 1
@@ -195,4 +212,4 @@ class Sampler:
         return uniforms(self._seeds_R[layout.rows_L[logit_rows]], layout.positions_L[logit_rows], purpose)
 
     def _index(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(index).to(self._device)
+        return to_device(index, self._device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lab.sample.ordering import pick
+from lab.sample.transfer import to_device
 
 
 def accept(targets: list[int], num_drafts: list[int], drafts: list[list[int]]) -> list[list[int]]:
@@ -55,12 +56,12 @@ def rejection_targets(
         accept_X, recover_X: independent uniforms in [0, 1), float64.
     """
     device = target_XV.device
-    drafts_X1 = torch.from_numpy(drafts_X).to(device).unsqueeze(1)
+    drafts_X1 = to_device(drafts_X, device).unsqueeze(1)
     p_X = target_XV.gather(1, drafts_X1).squeeze(1).double()
     q_X = proposal_XV.gather(1, drafts_X1).squeeze(1).double()
-    kept_X = torch.from_numpy(accept_X).to(device) * q_X < p_X
+    kept_X = to_device(accept_X, device) * q_X < p_X
     residual_XV = (target_XV - proposal_XV).clamp_(min=0.0)
     equal_X1 = residual_XV.amax(-1, keepdim=True) <= 0  # p is q, up to rounding: a rejection is all but impossible
     residual_XV = torch.where(equal_X1, target_XV, residual_XV)
-    recovered_X = pick(residual_XV, torch.from_numpy(recover_X).to(device))
+    recovered_X = pick(residual_XV, to_device(recover_X, device))
     return torch.where(kept_X, drafts_X1.squeeze(1), recovered_X).cpu().numpy()

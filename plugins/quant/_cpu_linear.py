@@ -34,11 +34,16 @@ def ready() -> bool:
         )
         return False
     torch.library.register_fake(f"{NAMESPACE}::linear", _linear_fake)
+    torch.library.register_fake(f"{NAMESPACE}::argmax", _argmax_fake)
     return True
 
 
 def _linear_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
     return x_TI.new_empty((x_TI.shape[0], out_features))
+
+
+def _argmax_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], dtype=torch.int64)
 
 
 def serves(weight: torch.Tensor) -> bool:
@@ -67,6 +72,11 @@ def unpack(packed: torch.Tensor, out_features: int, in_features: int) -> torch.T
 def linear(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
     """y_TO = x_TI @ w_OI^T, one opaque operator to torch.compile."""
     return torch.ops.lab_linear.linear(x_TI, packed, out_features)
+
+
+def argmax(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """ids_T (int64): of each row of `linear` the index of the largest entry, as lab.contracts.quant.Quant.argmax says."""
+    return torch.ops.lab_linear.argmax(x_TI, packed, out_features)
 
 
 def _group(dtype: torch.dtype) -> int:

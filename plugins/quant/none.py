@@ -51,6 +51,7 @@ class NoQuant(Quant):
     """Weights in the model's own dtype (on the CPU repacked for the kernels that multiply by them)."""
 
     capabilities = Capabilities(devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe"})
+    libraries = {_cpu_linear.NAMESPACE: _cpu_linear.SOURCES}
 
     def params(self, spec: LinearSpec) -> dict[str, ParamSpec]:
         return {"weight": ParamSpec((spec.out_features, spec.in_features), spec.dtype)}
@@ -71,6 +72,9 @@ class NoQuant(Quant):
         if "handle" in w:
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
+
+    def argmax(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
+        return _cpu_linear.argmax(x_TI, w["blocks"], spec.out_features) if "blocks" in w else None
 
     def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab import registry
+from lab import capabilities, registry
 from lab.capabilities import Capabilities, Needs, unmet
 from lab.checks.attention import Case, _compare, _make, _spec, _Trial
 from lab.engine.resolution import resolve
@@ -17,6 +17,7 @@ FLASH = registry.get("attention", "flash")
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
+DIMS = ", ".join(map(str, range(8, 257, 8)))
 NEEDS = Needs(device="cpu", dtype="bfloat16", kv_dtype="bfloat16", head_dim=64, block_size=16, features=frozenset({"gqa"}))
 MIXED = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (512, 1), (16, 300), (700, 129))
 
@@ -197,10 +198,18 @@ class TestChoice:
             resolve("attention", PluginChoice("flash"), NEEDS)
 
     def test_its_limits(self):
-        assert unmet(FLASH.capabilities, replace(NEEDS, head_dim=60)) and unmet(
-            FLASH.capabilities, replace(NEEDS, device="cuda")
-        )
+        assert unmet(FLASH.capabilities, replace(NEEDS, head_dim=60)) == ["head dim 60 (it takes " + DIMS + ")"]
+        assert unmet(FLASH.capabilities, replace(NEEDS, device="cuda")) == []
         assert FLASH.static_capabilities is not None  # known without importing torch
+
+    def test_on_cuda(self, monkeypatch):
+        """flash, and sdpa where Triton is missing; on the CPU nobody asks for it."""
+        on_cuda = replace(NEEDS, device="cuda")
+        assert resolve("attention", PluginChoice("auto"), on_cuda).entry.name == "flash"
+        monkeypatch.setattr(capabilities, "_is_installed", lambda package: package != "triton")
+        found = resolve("attention", PluginChoice("auto"), on_cuda)
+        assert found.entry.name == "sdpa" and found.record["passed_over"]["flash"] == ["package 'triton' is not installed"]
+        assert resolve("attention", PluginChoice("auto"), NEEDS).entry.name == "flash"
 
 
 def test_an_unknown_tool_is_refused():

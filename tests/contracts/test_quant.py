@@ -54,6 +54,11 @@ class ScalesInPlace(Plain):
         return super().apply(w, x_TI.mul_(1.0) if spec.dtype != torch.float32 else x_TI.add_(1.0), spec)
 
 
+class LastOfTheLargest(Plain):
+    def argmax(self, w, x_TI, spec):
+        return spec.out_features - 1 - self.apply(w, x_TI, spec).flip(-1).float().argmax(-1)
+
+
 class OneForAll(Plain):
     kept = None
 
@@ -87,6 +92,7 @@ FAULTS = {
     FailsOnNothing: checks.check_no_tokens,
     HalfPrecisionOracle: checks.check_dequantize,
     ScalesInPlace: checks.check_leaves_inputs_alone,
+    LastOfTheLargest: checks.check_argmax,
     OneForAll: checks.check_layers_apart,
     WrongShardDim: checks.check_fused_parts,
     WrongDtype: checks.check_product,

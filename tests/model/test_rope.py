@@ -8,7 +8,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lab.model.config import read_config
-from lab.model.layers.rope import Rope, inverse_frequencies, rotate
+from lab.model.layers.fused import Formulas
+from lab.model.layers.rope import Rope, inverse_frequencies
 
 FACTORS = {"short_factor": [1.0 + 0.02 * i for i in range(48)], "long_factor": [1.0 + 1.3 * i for i in range(48)]}
 CASES = {
@@ -86,4 +87,4 @@ def test_rotation_by_hand():
     """A pair is half a head apart; entries beyond the rotated ones stay."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 9.0]]])
     cos, sin = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])
-    assert rotate(x, cos, sin).tolist() == [[[-3.0, 2.0, 1.0, 4.0, 9.0]]]
+    assert Formulas().rotate(x, cos, sin).tolist() == [[[-3.0, 2.0, 1.0, 4.0, 9.0]]]

@@ -134,3 +134,29 @@ def test_a_failing_compiler_is_quoted(cache, tmp_path):
     with pytest.raises(native.BuildError, match="undeclared_name"):
         native.load("lab_test_wrong", [source])
     assert not list(cache.glob("*.so")) and not list(cache.glob("*.build"))
+
+
+def test_libraries_build_ahead_side_by_side(cache, tmp_path):
+    """What was begun ahead is waited for by `load`, which compiles nothing itself; a broken one is reported by `load` alone."""
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    whole = tmp_path / "whole.cpp"
+    whole.write_text("int whole() { return 1; }\n")
+    script = """
+import sys, pathlib, time
+from lab import native
+sources = {"lab_test_whole": [pathlib.Path(sys.argv[1])], "lab_test_broken": [pathlib.Path(sys.argv[2])]}
+native.build_ahead(sources)
+while not (folder := native.build.cache_dir("native")) or len(list(folder.glob("*.lock"))) < 2:
+    time.sleep(0.01)
+native.load("lab_test_whole", sources["lab_test_whole"])
+print("loaded")
+try:
+    native.load("lab_test_broken", sources["lab_test_broken"])
+except native.BuildError as error:
+    print(error)
+"""
+    printed, compiled = finish(start(script, whole, broken))
+    assert printed.startswith("loaded\ncannot build lab_test_broken")
+    assert compiled
+    assert len(list(cache.glob("lab_test_whole*.so"))) == 1

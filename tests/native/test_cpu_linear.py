@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lab import native
+from lab.sample.ordering import first_argmax
 from plugins.quant import _cpu_linear
 
-ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 100)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 100)
 SHAPES = ((72, 50), (100, 33), (1, 7), (31, 1), (64, 64), (576, 192), (1536, 576), (512, 2050))  # (in, out)
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 8e-3}  # of the largest output; bfloat16 rounds it to 8 bits
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -26,12 +27,17 @@ def operators(build: str):
 
 
 @pytest.fixture(params=[*BUILDS, "native, all by tiles", "native, all by vectors"])
-def linear(request):
+def ops(request):
     build, _, path = request.param.partition(", ")
     ops = operators(build)
     before = ops.set_amx_from_rows({"all by tiles": 1, "all by vectors": ALL_ROWS_BY_VECTORS}.get(path, 2))
-    yield ops.linear
+    yield ops
     ops.set_amx_from_rows(before)
+
+
+@pytest.fixture
+def linear(ops):
+    return ops.linear
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -74,6 +80,90 @@ def test_any_number_of_threads_gives_the_same_bits(linear, threads):
         assert torch.equal(linear(x_TI, packed, 336), alone)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_rows_divided_among_threads_and_inputs_in_slices(linear, dtype):
+    """Enough rows for each thread to get some of its own, also where their stride is one that caches take badly."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for inputs in (64, 1184, 2048):
+            w_OI, x_TI = random(79, inputs, dtype=dtype), random(521, inputs, dtype=dtype, seed=1)
+            check(linear(x_TI, _cpu_linear.pack(w_OI), 79), x_TI, w_OI)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_gets_the_same_bits_among_any_number_of_rows_by_tiles():
+    ops = operators("native")
+    w_OI, x_TI = random(1000, 1536, dtype=torch.bfloat16), random(300, 1536, dtype=torch.bfloat16, seed=1)
+    packed = _cpu_linear.pack(w_OI)
+    whole = ops.linear(x_TI, packed, 1000)
+    for rows in (2, 16, 33, 70):
+        assert torch.equal(ops.linear(x_TI[:rows], packed, 1000), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_argmax_is_that_of_the_product(ops, shape, dtype):
+    inputs, outputs = shape
+    packed = _cpu_linear.pack(random(outputs, inputs, dtype=dtype))
+    for rows in ROWS:
+        x_TI = random(rows, inputs, dtype=dtype, seed=rows)
+        expected = first_argmax(ops.linear(x_TI, packed, outputs).float()).tolist()
+        assert ops.argmax(x_TI, packed, outputs).tolist() == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_argmax_among_equals_is_the_lowest(ops, threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for dtype in ERROR:
+            # Few distinct values, and in bfloat16 sums that differ only before they are rounded; row 0 is all zeros.
+            w_OI = random(3, 64, dtype=torch.float32).sign().repeat(170, 1)[:501]
+            w_OI[200:] *= 1 + 2**-10
+            x_TI = random(40, 64, dtype=dtype, seed=1).sign()
+            x_TI[0] = 0
+            packed, w_OI = _cpu_linear.pack(w_OI.to(dtype)), w_OI.to(dtype)
+            y_TO = ops.linear(x_TI, packed, 501)
+            assert ((y_TO == y_TO.amax(-1, keepdim=True)).sum(-1) > 1).all()
+            for rows in (1, 5, 40):
+                found = ops.argmax(x_TI[:rows], packed, 501).tolist()
+                assert found == first_argmax(y_TO[:rows].float()).tolist() and found[0] == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_argmax_of_sums_that_are_equal_only_when_rounded(ops):
+    """257/256 and 258/256 are both 1.0078125 in bfloat16: the first of them wins, though its sum is the lower."""
+    w_OI = torch.zeros(40, 64, dtype=torch.bfloat16)
+    w_OI[:, 0], w_OI[7, 1], w_OI[23, 1] = 1.0, 257 / 32768, 258 / 32768
+    x_TI = torch.ones(20, 64, dtype=torch.bfloat16)
+    for rows in (1, 20):
+        y_TO = ops.linear(x_TI[:rows], _cpu_linear.pack(w_OI), 40)
+        assert y_TO[0, 7] == y_TO[0, 23] and y_TO[0, 7] > y_TO[0, 0]
+        assert ops.argmax(x_TI[:rows], _cpu_linear.pack(w_OI), 40).tolist() == [7] * rows
+
+
+def test_argmax_of_what_is_not_finite(ops):
+    for dtype in ERROR:
+        w_OI, x_TI = random(300, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
+        w_OI[150, 0] = float("nan")
+        w_OI[220, 3] = float("nan")
+        x_TI[2, 5] = float("inf")
+        x_TI[3] = float("-inf")
+        x_TI[4, 9] = float("nan")
+        for without_nan in (False, True):
+            if without_nan:
+                w_OI = w_OI.nan_to_num(0.5).abs()
+            packed = _cpu_linear.pack(w_OI)
+            for rows in (20, 5):
+                expected = first_argmax(ops.linear(x_TI[:rows], packed, 300).float()).tolist()
+                assert ops.argmax(x_TI[:rows], packed, 300).tolist() == expected
+                assert expected[0] == 150 or without_nan
+                assert expected[4] == 0
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lab.runner.batch import BatchBuilder, Share
+from lab.runner.buffers import InputBuffers
 from lab.runner.rows import Rows
 from lab.sampling_params import SamplingParams
 from lab.types import Chunk, NewRow
@@ -81,3 +82,33 @@ def test_append_and_drafts():
     assert rows.tokens_RC[row, : rows.lengths_R[row]].tolist() == [1, 2, 3, 8, 4]
     assert rows.num_drafts_R[row] == 0
     assert rows.tokens_RC.dtype == np.int32
+
+
+class TestSamples:
+    """Batches to try a shape with: those that graphs are captured with must stand for every later one of the shape."""
+
+    MAX_LEN = 40
+
+    def builder(self, max_rows=8):
+        rows = Rows(max_rows, self.MAX_LEN + 3, 4)
+        buffers = InputBuffers(512, max_rows, rows.blocks_RM.shape[1], torch.device("cpu"))
+        return BatchBuilder(rows, 4, torch.device("cpu"), buffers, self.MAX_LEN)
+
+    def test_uniform_rows(self):
+        batch = self.builder().build_sample(24, 8, is_uniform=True)
+        assert batch.q_start_R1.tolist() == list(range(0, 25, 3)) and batch.ctx_len_R.tolist() == [3] * 8
+        assert (batch.num_tokens, batch.num_rows, batch.max_q) == (24, 8, 3)
+
+    @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 2), (7, 7), (8, 8), (41, 8), (42, 8), (200, 8), (512, 0)])
+    def test_mixed_rows(self, num_tokens, num_rows):
+        batch = self.builder(16).build_sample(num_tokens, num_rows, is_uniform=False)
+        counts = np.diff(batch.q_start_R1_cpu)
+        assert counts.sum() == num_tokens == batch.num_tokens and counts.min() > 0 and counts.max() <= self.MAX_LEN
+        assert batch.max_q == min(num_tokens, self.MAX_LEN)
+        assert len(batch.ctx_len_R) == max(num_rows, len(counts)) and (num_tokens == 1 or counts[-1] == 1)
+
+    def test_they_write_nowhere_and_stay_within_the_longest_row(self):
+        for num_tokens, num_rows, max_rows in ((300, 8, 8), (300, 1, 1), (512, 0, 2)):
+            batch = self.builder(max_rows).build_sample(num_tokens, num_rows, is_uniform=False)
+            assert (batch.slots_T == -1).all() and batch.positions_T.max() < self.MAX_LEN
+            assert batch.ctx_len_R.max() <= self.MAX_LEN and len(batch.ctx_len_R) <= max_rows

@@ -9,7 +9,7 @@ import torch
 from lab.sample.randomness import Purpose, uniforms
 from lab.sampling_params import SamplingParams
 from tests.sample.reference import argmax, distribution, draw, edited
-from tests.sample.rig import CPU, GREEDY, Sampler, generate, make
+from tests.sample.rig import CPU, GREEDY, Sampler, count_logits, generate, make
 from tests.sample.test_penalties import random_request
 
 
@@ -165,3 +165,32 @@ def test_works_on_inference_tensors_and_an_empty_step():
         out = sampler.run(torch.randn(1, 64), [0], [0], [[]])
         assert len(out.logprobs[0]) == 1
         assert sampler.run(torch.empty(0, 64), [], [], []).token_ids == []
+
+
+def test_greedy_rows_may_be_given_ids_instead_of_logits():
+    """Drafts are verified and the outputs are counted as with logits."""
+    prompt, drafts = [1], [[2, 3], [], [9]]
+    logits_LV = torch.stack([count_logits(token) for token in (1, 2, 3, 1, 1, 9)])
+    by_logits, by_ids = (make([(GREEDY, prompt, [])] * 3, 64) for _ in range(2))
+    expected = by_logits.run(logits_LV, [0, 1, 2], [2, 0, 1], drafts)
+    assert expected.token_ids == [[2, 3, 4], [2], [2]]
+    assert not by_ids.needs_logits([0, 1, 2])
+    assert by_ids.run_greedy(logits_LV.argmax(-1), [0, 1, 2], [2, 0, 1], drafts) == expected
+    assert by_ids._num_output_R.tolist() == by_logits._num_output_R.tolist() == [3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.1),
+        SamplingParams(temperature=0.0, min_tokens=3),
+    ],
+    ids=["sampled", "logprobs", "penalty", "min_tokens"],
+)
+def test_rows_that_want_more_than_the_largest_logit_need_logits(params):
+    sampler = make([(GREEDY, [1], []), (params, [1], [])], 64)
+    assert sampler.needs_logits([0, 1]) and sampler.needs_logits([1]) and not sampler.needs_logits([0])
+    with pytest.raises(AssertionError):
+        sampler.run_greedy(torch.tensor([1, 2]), [0, 1], [0, 0], [[], []])

@@ -57,6 +57,10 @@ class Linear(nn.Module):
         tensors = [*self.weights.values(), *([] if self.bias is None else [self.bias])]
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def argmax(self, x_TI: torch.Tensor) -> torch.Tensor | None:
+        """ids_T of the largest output of each row, as Quant.argmax has it; None where that has to be read off the outputs."""
+        return None if self.bias is not None else self.quant.argmax(self.weights, x_TI, self.spec)
+
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         y_TO = self.quant.apply(self.weights, x_TI, self.spec)
         return y_TO if self.bias is None else y_TO + self.bias

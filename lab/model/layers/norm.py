@@ -4,13 +4,15 @@ import torch
 from torch import nn
 
 from lab.model.checkpoint import Checkpoint
+from lab.model.layers.fused import Formulas
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in float32 (Zhang and Sennrich, https://arxiv.org/abs/1910.07467)."""
 
-    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype, device: torch.device, fused: Formulas) -> None:
         super().__init__()
+        self._fused = fused
         self.checkpoint_name = name
         self.eps = eps
         self.register_buffer("weight", torch.empty(size, dtype=dtype, device=device), persistent=False)
@@ -23,6 +25,8 @@ class RMSNorm(nn.Module):
         return self.weight.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        exact = x.float()
-        scaled = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        return self._fused.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + delta, and x + delta, which the residual path goes on with."""
+        return self._fused.add_rms_norm(x, delta, self.weight, self.eps)

@@ -73,14 +73,3 @@ class Rope(nn.Module):
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin at these positions, shaped (T, 1, rotary_dim / 2) so that they broadcast over heads."""
         return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
-
-
-def rotate(x_TXH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the leading entries of X heads; pairs are (i, i + rotary_dim / 2). Computed in float32, returned in x's dtype."""
-    half = cos.shape[-1]
-    exact = x_TXH.float()
-    first, second = exact[..., :half], exact[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x_TXH.shape[-1]:
-        parts.append(exact[..., 2 * half :])
-    return torch.cat(parts, dim=-1).to(x_TXH.dtype)

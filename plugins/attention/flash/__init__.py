@@ -1,9 +1,9 @@
 """Our own paged attention kernels: keys and values are read where they lie in the cache, each once, with an online softmax.
 
-One layer's cache is kv[P, K, 2, B, DP]: a block's keys and values of one KV head are one piece of memory. DP is the head dim
-rounded up to 32, the rest of each row zero, so that kernels need no code for odd dims.
+One layer's cache is kv[P, K, 2, B, DP]: a block's keys and values of one KV head are one piece of memory. DP is the head dim,
+on the CPU rounded up to 32 with the rest of each row zero, so that its kernels need no code for odd dims.
 
-The kernels of a device are a class of `plan`, `write` and `attend` in a module of its own.
+The kernels of a device are a class of `plan`, `write` and `attend` in a module of its own, imported where it is used.
 """
 
 from typing import Any
@@ -12,38 +12,46 @@ import torch
 
 from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
 
-from .cpu import CpuKernels
+from .cpu import LIBRARY, SOURCES, CpuKernels
 
-DIM_MULTIPLE = 32
-KERNELS = {"cpu": CpuKernels}
+
+def _kernels(device: str) -> type:
+    if device == "cuda":
+        from .cuda import CudaKernels
+
+        return CudaKernels
+    return CpuKernels
 
 
 @register("attention", "flash")
 class Flash(Attention):
-    """Our own kernels over the paged cache: C++ for AVX-512, AMX, AVX2 or any CPU, compiled once."""
+    """Our own kernels over the paged cache: Triton on CUDA; C++ for AVX-512, AMX, AVX2 or any CPU, compiled once."""
 
     @dataclass(frozen=True)
     class Options:
-        num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads need
+        num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
         isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
 
+    libraries = {LIBRARY: SOURCES}
     capabilities = Capabilities(
-        devices={"cpu"},
+        devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
         head_dims=set(range(8, 257, 8)),
         features={"gqa", "sliding_window", "softcap", "spec_verify"},
         graph="any",
-        requires={"cxx"},
+        packages=("cuda:triton",),
+        requires={"cxx"},  # on CUDA it is Triton that needs a compiler
         priority=20,
     )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)
-        self._kernels = KERNELS[spec.device.type](options, spec)
+        self._kernels = _kernels(spec.device.type)(options, spec)
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        padded = -(-self.spec.head_dim // DIM_MULTIPLE) * DIM_MULTIPLE
+        multiple = self._kernels.dim_multiple
+        padded = -(-self.spec.head_dim // multiple) * multiple
         return (num_blocks, self.spec.num_kv_heads, 2, block_size, padded)
 
     def export_blocks(self, kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ class Plan:
 class CpuKernels:
     """Plans, writes and attends for one layer's shape."""
 
+    dim_multiple = 32
+
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         native.load(LIBRARY, SOURCES)
         ops = torch.ops.lab_flash

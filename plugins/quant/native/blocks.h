@@ -7,7 +7,7 @@
 // then exactly one AMX tile of 1 KiB. The same copy serves every number of rows.
 #pragma once
 
-#include "vectors.h"
+#include "lab/vectors.h"
 
 namespace lab {
 
@@ -15,15 +15,20 @@ constexpr int64_t kDepth = 32;  // what the inputs are padded to
 
 template <typename T>
 struct Linear {
-  const T* x;          // M rows of `depth` inputs
-  int64_t x_stride;    // from row to row
-  const T* weights;    // blocks
-  T* y;                // M rows of `outputs`
-  int64_t rows;        // M
-  int64_t depth;       // I, padded
-  int64_t outputs;     // O
+  const T* x;        // M rows of `depth` inputs
+  int64_t x_stride;  // from row to row
+  const T* weights;  // blocks
+  int64_t rows;      // M
+  int64_t depth;     // I, padded
+  int64_t outputs;   // O
 
   const T* block(int64_t b) const { return weights + b * depth * kLanes; }
+  int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }
+};
+
+// What one thread computes of a product: all sums of these rows and blocks.
+struct Share {
+  int64_t first_row, end_row, first_block, end_block;
 };
 
 inline void store(Floats sum, float* to, int64_t lanes) { std::memcpy(to, &sum, lanes * sizeof(float)); }
@@ -31,18 +36,6 @@ inline void store(Floats sum, float* to, int64_t lanes) { std::memcpy(to, &sum, 
 inline void store(Floats sum, BFloat16* to, int64_t lanes) {
   const Halves halves = narrow(sum);
   std::memcpy(to, &halves, lanes * sizeof(BFloat16));
-}
-
-// Sixteen outputs of one row; the last block may hold fewer.
-template <typename T>
-inline void store_block(const Linear<T>& linear, int64_t row, int64_t block, Floats sum) {
-  const int64_t first = block * kLanes, left = linear.outputs - first;
-  T* to = linear.y + row * linear.outputs + first;
-  if (left >= kLanes) {
-    store(sum, to, kLanes);  // a constant size becomes one instruction
-  } else {
-    store(sum, to, left);
-  }
 }
 
 }  // namespace lab

@@ -12,34 +12,67 @@ namespace {
 
 using lab::BFloat16;
 using lab::kLanes;
+using lab::Largest;
 using lab::Linear;
+using lab::Share;
+using lab::Store;
 
 int64_t amx_from_rows = 2;  // one row is read as fast by the vector kernel, which needs no configuration
 
-template <typename T>
-void blocks(const Linear<T>& linear, int64_t begin, int64_t end) {
+template <typename T, typename Sink>
+void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
   if constexpr (std::is_same_v<T, float>) {
-    lab::by_vectors<lab::Fp32Step>(linear, begin, end);
+    lab::by_vectors<lab::Fp32Step>(linear, share, sink);
   } else {
 #if defined(__AMX_BF16__) && defined(__linux__)
-    if (linear.rows >= amx_from_rows && lab::may_use_amx()) return lab::by_tiles(linear, begin, end);
+    if (linear.rows >= amx_from_rows && lab::may_use_amx()) return lab::by_tiles(linear, share, sink);
 #endif
-    lab::by_vectors<lab::Bf16Step>(linear, begin, end);
+    lab::by_vectors<lab::Bf16Step>(linear, share, sink);
   }
 }
 
-// Each thread takes an equal run of the blocks: it reads its own weights, and all inputs.
-template <typename T>
-void run(const Linear<T>& linear) {
-  const int64_t num_blocks = (linear.outputs + kLanes - 1) / kLanes;
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), num_blocks);
-  if (threads == 1 || at::in_parallel_region()) return blocks(linear, 0, num_blocks);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    blocks(linear, num_blocks * thread / team, num_blocks * (thread + 1) / team);
+// How a product is divided among threads: into `across` runs of rows, and each of these into `along` runs of blocks. As long as
+// the memory is what limits, weights are best read by one thread only. A thread with many rows rather reads more weights, and
+// fewer inputs.
+struct Division {
+  int64_t rows, blocks, across, along;
+
+  template <typename T>
+  Division(const Linear<T>& linear, int64_t threads) : rows(linear.rows), blocks(linear.num_blocks()), across(1) {
+    for (int64_t n = 2; n <= threads; n++)
+      if (threads % n == 0 && rows / n >= kRowsOfThread) across = n;
+    along = std::min(threads / across, (blocks + 1) / 2);
+  }
+
+  int64_t threads() const { return across * along; }
+
+  Share share(int64_t thread) const {
+    const int64_t row = thread / along, column = thread % along;
+    return {cut(rows, kGroupRows, row, across), cut(rows, kGroupRows, row + 1, across), cut(blocks, 2, column, along),
+            cut(blocks, 2, column + 1, along)};
+  }
+
+ private:
+  static constexpr int64_t kRowsOfThread = 256, kGroupRows = 32;
+
+  // Where the part begins when `size` is cut into parts of whole `unit`s.
+  static int64_t cut(int64_t size, int64_t unit, int64_t part, int64_t parts) {
+    return std::min(size, (size + unit - 1) / unit * part / parts * unit);
+  }
+};
+
+// Computes all shares, each with the sink that `sink_of(thread)` returns.
+template <typename T, typename SinkOf>
+void run(const Linear<T>& linear, const Division& division, SinkOf sink_of) {
+  const int64_t shares = division.threads();
+#pragma omp parallel num_threads(shares) if (shares > 1)
+  for (int64_t i = omp_get_thread_num(); i < shares; i += omp_get_num_threads()) {
+    auto&& sink = sink_of(i);
+    compute(linear, division.share(i), sink);
   }
 }
+
+int64_t threads_here() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
 // x with rows of `depth` inputs one after another, padded with zeros; x itself where that is so already.
 at::Tensor padded(const at::Tensor& x, int64_t depth) {
@@ -57,27 +90,66 @@ at::Tensor padded(const at::Tensor& x, int64_t depth) {
   return wide;
 }
 
-template <typename T>
-Linear<T> arguments(const at::Tensor& x, const at::Tensor& packed, at::Tensor& y) {
-  return {static_cast<const T*>(x.const_data_ptr()), x.stride(0), static_cast<const T*>(packed.const_data_ptr()),
-          static_cast<T*>(y.mutable_data_ptr()), x.size(0), x.size(1), y.size(1)};
-}
-
-// x (T, I) and `packed` (blocks, padded I, 16) of one dtype, float32 or bfloat16; returns (T, out_features).
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+// x (T, I) and `packed` (blocks, padded I, 16) of one dtype, float32 or bfloat16.
+void check(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
   TORCH_CHECK(x.dim() == 2 && packed.dim() == 3 && packed.is_contiguous(), "linear takes x (T, I) and packed weights");
   TORCH_CHECK(x.scalar_type() == packed.scalar_type(), "linear takes inputs and weights of one dtype");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "linear takes float32 or bfloat16");
   TORCH_CHECK(x.size(1) <= packed.size(1) && out_features <= packed.size(0) * kLanes, "linear: sizes do not fit");
+}
+
+template <typename T>
+Linear<T> arguments(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+  return {static_cast<const T*>(x.const_data_ptr()), x.stride(0), static_cast<const T*>(packed.const_data_ptr()), x.size(0),
+          packed.size(1), out_features};
+}
+
+template <typename T>
+void store_product(const at::Tensor& x, const at::Tensor& packed, at::Tensor& y) {
+  const Linear<T> linear = arguments<T>(x, packed, y.size(1));
+  run(linear, Division(linear, threads_here()),
+      [&](int64_t) { return Store<T>{static_cast<T*>(y.mutable_data_ptr()), linear.outputs}; });
+}
+
+// Returns (T, out_features).
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+  check(x, packed, out_features);
   at::Tensor y = at::detail::empty_cpu({x.size(0), out_features}, x.scalar_type());
-  if (x.size(0) == 0) return y;
+  if (y.numel() == 0) return y;
   const at::Tensor wide = padded(x, packed.size(1));
-  if (x.scalar_type() == at::kFloat) {
-    run(arguments<float>(wide, packed, y));
-  } else {
-    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "linear takes float32 or bfloat16");
-    run(arguments<BFloat16>(wide, packed, y));
-  }
+  x.scalar_type() == at::kFloat ? store_product<float>(wide, packed, y) : store_product<BFloat16>(wide, packed, y);
   return y;
+}
+
+template <typename T>
+void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, int64_t* ids) {
+  const Linear<T> linear = arguments<T>(x, packed, out_features);
+  const Division division(linear, threads_here());
+  std::vector<Largest<T>> found(division.threads(), Largest<T>(linear.rows, out_features));
+  run(linear, division, [&](int64_t thread) -> Largest<T>& { return found[thread]; });
+  for (int64_t row = 0; row < linear.rows; row++) {
+    int64_t id = -1;
+    float value = 0;
+    for (const auto& of_thread : found) {
+      const auto [other_id, other] = of_thread.of(row);
+      Largest<T>::merge(id, value, other_id, other);
+    }
+    ids[row] = id;
+  }
+}
+
+// Returns int64 (T): of each row of linear(...) the index of the largest value, the lowest of several, the first that is not a
+// number if there is one. out_features is at least 1.
+at::Tensor argmax(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+  check(x, packed, out_features);
+  TORCH_CHECK(out_features > 0, "argmax: there is nothing to choose from");
+  at::Tensor ids = at::detail::empty_cpu({x.size(0)}, at::kLong);
+  if (x.size(0) == 0) return ids;
+  const at::Tensor wide = padded(x, packed.size(1));
+  int64_t* to = static_cast<int64_t*>(ids.mutable_data_ptr());
+  x.scalar_type() == at::kFloat ? find_largest<float>(wide, packed, out_features, to)
+                                : find_largest<BFloat16>(wide, packed, out_features, to);
+  return ids;
 }
 
 // For tests and measurements: from how many rows on tiles are used. Returns what it was before.
@@ -87,7 +159,11 @@ int64_t set_amx_from_rows(int64_t rows) { return std::exchange(amx_from_rows, ro
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("linear(Tensor x, Tensor packed, int out_features) -> Tensor");
+  library.def("argmax(Tensor x, Tensor packed, int out_features) -> Tensor");
   library.def("set_amx_from_rows(int rows) -> int", &set_amx_from_rows);
 }
 
-TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) { library.impl("linear", TORCH_FN(linear)); }
+TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
+  library.impl("linear", TORCH_FN(linear));
+  library.impl("argmax", TORCH_FN(argmax));
+}

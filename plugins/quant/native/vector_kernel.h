@@ -1,7 +1,7 @@
 // The product by vector instructions: R rows times B blocks of outputs are kept in registers while the inputs pass by.
 #pragma once
 
-#include "blocks.h"
+#include "sinks.h"
 
 namespace lab {
 
@@ -61,8 +61,8 @@ struct Fp32Step {
 
 // R rows from `row` on, B blocks from `block` on, U sums for each so that the additions need not wait for one another.
 // `Ahead`: whether the weights come from memory, and not from a group of rows before.
-template <typename Step, int R, int B, int U, bool Ahead>
-inline void tile(const Linear<typename Step::T>& linear, int64_t row, int64_t block) {
+template <typename Step, int R, int B, int U, bool Ahead, typename Sink>
+inline void tile(const Linear<typename Step::T>& linear, Sink& sink, int64_t row, int64_t block) {
   using T = typename Step::T;
   const T* weights[B];
   const T* x[R];
@@ -95,33 +95,35 @@ inline void tile(const Linear<typename Step::T>& linear, int64_t row, int64_t bl
     for (int b = 0; b < B; b++) {
       Floats sum = sums[r][b][0];
       for (int u = 1; u < U; u++) sum += sums[r][b][u];
-      store_block(linear, row + r, block + b, sum);
+      sink.take(row + r, block + b, sum);
     }
 }
 
-template <typename Step, int R, int B, int U>
-inline void group(const Linear<typename Step::T>& linear, int64_t row, int64_t begin, int64_t end) {
-  if (row == 0) {
-    end - begin == B ? tile<Step, R, B, U, true>(linear, row, begin) : tile<Step, R, 1, U, true>(linear, row, begin);
-  } else {
-    end - begin == B ? tile<Step, R, B, U, false>(linear, row, begin) : tile<Step, R, 1, U, false>(linear, row, begin);
-  }
+template <typename Step, int R, int B, int U, bool Ahead, typename Sink>
+inline void panel(const Linear<typename Step::T>& linear, Sink& sink, int64_t row, int64_t begin, int64_t end) {
+  end - begin == B ? tile<Step, R, B, U, Ahead>(linear, sink, row, begin) : tile<Step, R, 1, U, Ahead>(linear, sink, row, begin);
 }
 
-// All rows of the blocks from `begin` to `end`.
-template <typename Step>
-void by_vectors(const Linear<typename Step::T>& linear, int64_t begin, int64_t end) {
+template <typename Step, int R, int B, int U, typename Sink>
+inline void group(const Linear<typename Step::T>& linear, Sink& sink, int64_t row, int64_t begin, int64_t end, bool is_first) {
+  is_first ? panel<Step, R, B, U, true>(linear, sink, row, begin, end) : panel<Step, R, B, U, false>(linear, sink, row, begin, end);
+}
+
+template <typename Step, typename Sink>
+void by_vectors(const Linear<typename Step::T>& linear, const Share& share, Sink& sink) {
   // A panel of weights stays in the first caches while all groups of rows pass over it.
-  for (int64_t panel = begin, stop; panel < end; panel = stop) {
-    stop = panel + kBlocks <= end ? panel + kBlocks : panel + 1;
-    int64_t row = 0;
-    for (; row + kGroup <= linear.rows; row += kGroup) group<Step, kGroup, kBlocks, 1>(linear, row, panel, stop);
-    switch (linear.rows - row) {
-      case 1: group<Step, 1, kBlocks, 2>(linear, row, panel, stop); break;
-      case 2: group<Step, 2, kBlocks, 1>(linear, row, panel, stop); break;
-      case 3: group<Step, 3, kBlocks, 1>(linear, row, panel, stop); break;
-      case 4: group<Step, 4, kBlocks, 1>(linear, row, panel, stop); break;
-      case 5: group<Step, 5, kBlocks, 1>(linear, row, panel, stop); break;
+  for (int64_t begin = share.first_block, end; begin < share.end_block; begin = end) {
+    end = begin + kBlocks <= share.end_block ? begin + kBlocks : begin + 1;
+    int64_t row = share.first_row;
+    for (; row + kGroup <= share.end_row; row += kGroup)
+      group<Step, kGroup, kBlocks, 1>(linear, sink, row, begin, end, row == share.first_row);
+    const bool is_first = row == share.first_row;
+    switch (share.end_row - row) {
+      case 1: group<Step, 1, kBlocks, 2>(linear, sink, row, begin, end, is_first); break;
+      case 2: group<Step, 2, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
+      case 3: group<Step, 3, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
+      case 4: group<Step, 4, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
+      case 5: group<Step, 5, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
     }
   }
 }

@@ -31,36 +31,28 @@ struct Amx : Bf16 {
 
   // Keys of two groups as left tiles straight from the cache, packed queries as right tiles.
   template <int NV>
-  static INLINE void scores(const uint16_t* const* k, int groups, int dim, const float* queries, float* to) {
+  static INLINE void scores(const uint16_t* const* k, int dim, const float* queries) {
     constexpr int L = NV * W;
     settle();
-    for (int g = 0; g < groups; g += 2) {
-      zero<NV>();
-      for (int d = 0; d < dim; d += 32) {
-        _tile_loadd(4, k[g] + d, dim * 2);
-        _tile_loadd(5, k[g + 1] + d, dim * 2);
-        multiply<NV>(queries + d / 2 * L);
-      }
-      store_sums<NV>(to + g * kGroup * L, to + (g + 1) * kGroup * L);
+    zero<NV>();
+    for (int d = 0; d < dim; d += 32) {
+      _tile_loadd(4, k[0] + d, dim * 2);
+      _tile_loadd(5, k[1] + d, dim * 2);
+      multiply<NV>(queries + d / 2 * L);
     }
   }
 
-  // Outputs of 32 dims at a time: turned values as left tiles, weights as right tiles.
+  // Outputs of 32 dims: turned values as left tiles, weights as right tiles. `stride`: floats from a chunk's values to the next's.
   template <int NV>
-  static INLINE void add_values(const float* values, int count, int dim, const float* weights, float* into) {
+  static INLINE void add_values(const float* values, int stride, int chunks, const float* weights, const float* into) {
     constexpr int L = NV * W;
     settle();
-    for (int d = 0; d < dim; d += 32) {
-      float* upper = into + d * L;
-      float* lower = upper + W * L;
-      load_sums<NV>(upper, lower);
-      for (int pair = 0; pair < count / 2; pair += W) {
-        const float* tile = values + pair * dim + d * W;
-        _tile_loadd(4, tile, 64);
-        _tile_loadd(5, tile + W * W, 64);
-        multiply<NV>(weights + pair * L);
-      }
-      store_sums<NV>(upper, lower);
+    load_sums<NV>(into, into + W * L);
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      const float* tile = values + chunk * stride;
+      _tile_loadd(4, tile, 64);
+      _tile_loadd(5, tile + W * W, 64);
+      multiply<NV>(weights + chunk * W * L);
     }
   }
 
@@ -97,13 +89,16 @@ struct Amx : Bf16 {
   }
 
   template <int NV>
-  static INLINE void store_sums(float* upper, float* lower) {
+  static INLINE void store_sums(float* upper) {
+    float* lower = upper + NV * W * W;
+    settle();
     _tile_stored(0, upper, NV * 64);
     _tile_stored(2, lower, NV * 64);
     if constexpr (NV == 2) {
       _tile_stored(1, upper + W, NV * 64);
       _tile_stored(3, lower + W, NV * 64);
     }
+    settle();
   }
 };
 

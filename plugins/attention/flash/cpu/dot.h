@@ -15,6 +15,7 @@ struct Dot {
   const Item& item;
   Scratch scratch;
   Keys<N> keys;
+  KeyTile<N> tile;
   Element* q;       // [M, DP]
   float* o;         // [M, DP]; of bf16 in the order that unpacking leaves
   float* scores;    // [M, kTile]
@@ -23,8 +24,9 @@ struct Dot {
   vf sum[M];
 
   Dot(const Call& call, const Item& it, const Item* next, float* memory)
-      : c(call), item(it), scratch{memory}, keys(call, it, next, scratch) {
+      : c(call), item(it), scratch{memory}, keys{call, it, next} {
     const int dim = c.padded_dim;
+    tile.gathered = scratch.take<Element>(2 * kTile * dim);
     q = scratch.take<Element>(M * dim);
     o = scratch.take<float>(M * dim);
     scores = scratch.take<float>(M * kTile);
@@ -39,8 +41,8 @@ struct Dot {
 
   void run() {
     for (int start = keys.first(); start < item.key_last; start += kTile) {
-      keys.fetch(start);
-      for (int g = 0; g < keys.groups; g++) {
+      keys.fetch(start, tile);
+      for (int g = 0; g < tile.groups; g++) {
         keys.prefetch(start, g);
         for (int i = 0; i < kGroup; i += W) score(g, i);
       }
@@ -54,7 +56,7 @@ struct Dot {
   // W keys of a group against all queries.
   INLINE void score(int g, int i) {
     const int dim = c.padded_dim;
-    const Element* k = keys.k[g] + i * dim;
+    const Element* k = tile.k[g] + i * dim;
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       vf acc[W];
@@ -72,7 +74,7 @@ struct Dot {
   // Scores of the tile into weights; the factor by which what was summed before shrinks.
   INLINE float soften(int start, int m) {
     float* s = scores + m * kTile;
-    const int count = keys.groups * kGroup;
+    const int count = tile.groups * kGroup;
     const int position = item.position + m / c.group;
     const int oldest = c.window ? position - c.window + 1 : 0;
     const int last = std::min(position, item.key_last - 1);
@@ -129,8 +131,8 @@ struct Dot {
         a[m] = load(into + m * dim) * shrink[M0 + m];
         b[m] = load(into + m * dim + W) * shrink[M0 + m];
       }
-      for (int g = 0; g < keys.groups; g++) {
-        const Element* v = keys.v[g] + d;
+      for (int g = 0; g < tile.groups; g++) {
+        const Element* v = tile.v[g] + d;
         const Element* p = weights + M0 * kTile + g * kGroup;
 #pragma GCC unroll 4
         for (int i = 0; i < kGroup; i += N::kPerWord) {

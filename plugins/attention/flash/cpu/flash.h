@@ -12,12 +12,12 @@ namespace flash {
 
 enum class Type : int { f32, bf16, f16 };
 
-constexpr int kTile = 64;        // keys of one tile of the online softmax
+constexpr int kTile = 128;       // keys of one tile of the online softmax
 constexpr int kGroup = 16;       // keys that are read through one base pointer
 constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
 constexpr int kMaxDim = 256;
-constexpr int kMaxLanes = 384;   // query vectors of one item: tokens times the query heads of a KV head
+constexpr int kMaxLanes = 1536;  // query vectors of one item: tokens times the query heads of a KV head
 
 struct Call {
   const void* q;       // [T, N, D], the last dim dense
@@ -46,13 +46,14 @@ struct Item {
   int32_t cost;
 };
 
-// Floats of scratch memory that one thread needs.
+// Floats of scratch memory that one thread may need; what is not touched costs nothing.
 constexpr size_t kScratchFloats =
-    size_t(kMaxLanes) * kMaxDim * 2      // packed queries and outputs
-    + size_t(kTile) * kMaxDim * 3        // gathered keys and values, packed values
-    + size_t(kTile) * 32 * 2             // scores and weights of a lane group
-    + size_t(16) * kMaxDim * 2           // rows on their way in and out
-    + size_t(kMaxLanes) * 4 + 1024;
+    size_t(kMaxLanes) * kMaxDim * 2       // packed queries and outputs
+    + size_t(kTile) * kMaxDim * 2 * 3     // gathered keys and values of three tiles
+    + size_t(kTile) * kMaxDim / 2 * 3     // packed values of three tiles
+    + size_t(kTile) * 32 * 3 + 32 * 32 * 3  // weights and scores of a lane group
+    + size_t(16) * kMaxDim * 2            // rows on their way in and out
+    + size_t(kMaxLanes) * 4 + 4096;
 
 struct Kernels {
   const char* name;

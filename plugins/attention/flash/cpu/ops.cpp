@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -41,8 +42,8 @@ std::vector<std::string> isas() {
 }
 
 float* scratch() {
-  thread_local std::vector<float> memory(kScratchFloats + 16);
-  return (float*)((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  thread_local const std::unique_ptr<float[]> memory(new float[kScratchFloats + 16]);
+  return (float*)((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
 }
 
 template <class From, class To>
@@ -105,20 +106,23 @@ std::vector<Row> rows_of(const Tensor& q_start, const Tensor& ctx_len, int64_t w
   return rows;
 }
 
+constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
+
 // Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
 int64_t tokens_of_an_item(const std::vector<Row>& rows, int64_t kv_heads, int64_t group, int64_t threads) {
-  for (int64_t lanes : {kMaxLanes, kMaxLanes / 2, kMaxLanes / 4}) {
+  for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
     const int64_t tokens = std::max<int64_t>(1, lanes / group);
     int64_t items = 0;
     for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
     if (items >= 4 * threads) return tokens;
   }
-  return std::max<int64_t>(1, kMaxLanes / 4 / group);
+  return std::max<int64_t>(1, kFewLanes / group);
 }
 
 // What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
 int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (8 + lanes); }
 
+constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
 constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
 
 // A plan is one buffer of 32 bit words: this, the items, a counter for each split row and KV head, the partials.
@@ -151,10 +155,10 @@ Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int6
       const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
       const int64_t position = row.position + done;
       const int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0, last = position + count;
-      int64_t piece = std::max<int64_t>(2 * kTile, share / (8 + lanes));
+      int64_t piece = std::max<int64_t>(2 * kPiece, share / (8 + lanes));
       if (num_splits > 0) piece = (last - first + num_splits - 1) / num_splits;
-      piece = std::max<int64_t>(kTile, (piece + kTile - 1) / kTile * kTile);
-      const int64_t start = first / kTile * kTile;  // pieces end where tiles do, so that no key is in two of them
+      piece = std::max<int64_t>(kPiece, (piece + kPiece - 1) / kPiece * kPiece);
+      const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
       const int64_t splits = (last - start + piece - 1) / piece;
       for (int64_t head = 0; head < kv_heads; head++) {
         for (int64_t s = 0; s < splits; s++) {

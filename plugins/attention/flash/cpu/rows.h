@@ -23,6 +23,7 @@ struct Float {
   typedef vf Words;
   static INLINE Words broadcast(const void* p) { return fill(*(const float*)p); }
   static INLINE vf madd(vf acc, Words a, Words b) { return acc + a * b; }
+  static INLINE vf power(vf x) { return exp2v<false>(x); }
 };
 
 #if FLASH_WIDTH == 16 && defined(__AVX512BF16__)
@@ -35,13 +36,15 @@ struct Bf16 {
   static INLINE Words broadcast(const void* p) { return _mm512_set1_epi32(load_as<int32_t>(p)); }
   static INLINE vf madd(vf acc, Words a, Words b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 
-  // Lane by lane the pair (x, y).
-  static INLINE void store_pairs(float* to, vf x, vf y) {
-    typedef uint16_t Index __attribute__((vector_size(64)));
-    const Index order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh(y, x)));
+  // 2 to the power of x plus half a unit in the last place of bf16: `pair` cuts off, and so rounds.
+  static INLINE vf power(vf x) { return exp2v<true>(x, 0x1p-8f); }
+
+  // Lane by lane the pair (x, y) of what power() gave.
+  static INLINE Words pair(vf x, vf y) {
+    const __m512i upper = _mm512_set4_epi32(0x0000'0f0e, 0x0000'0b0a, 0x0000'0706, 0x0000'0302);
+    return _mm512_mask_shuffle_epi8((__m512i)y, 0x3333'3333'3333'3333, (__m512i)x, upper);
   }
+  static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }
 };
 #endif
 
@@ -96,21 +99,25 @@ INLINE void* output(const Call& c, const Item& item, int lane) {
   return (char*)c.out + (token * c.out_stride_t + head * c.out_stride_n) * size_of(c.type);
 }
 
-// The keys and values of an item, a tile at a time: each group of 16 is read where it lies, or gathered when it crosses blocks,
-// is not whole, or must be converted. Rows that are not the item's are zero then, so that no stranger's NaN gets in.
+// The keys and values of up to kTile positions, in groups of 16.
+template <class N>
+struct KeyTile {
+  typedef typename N::Element Element;
+  Element* gathered;  // [2, kTile, DP]
+  int start, groups;
+  const Element* k[kTile / kGroup];
+  const Element* v[kTile / kGroup];
+};
+
+// The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
+// be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
+// NaN. Keys past the end may be anything: their scores are masked.
 template <class N>
 struct Keys {
   typedef typename N::Element Element;
   const Call& c;
   const Item& item;
   const Item* next;
-  Element* gathered;
-  int groups;  // of the tile at hand
-  const Element* k[kTile / kGroup];
-  const Element* v[kTile / kGroup];
-
-  Keys(const Call& call, const Item& it, const Item* following, Scratch& scratch)
-      : c(call), item(it), next(following), gathered(scratch.take<Element>(2 * kTile * call.padded_dim)) {}
 
   int first() const { return item.key_first / kGroup * kGroup; }
 
@@ -120,26 +127,50 @@ struct Keys {
     return (const char*)c.kv + (head * 2 * c.block_size + position % c.block_size) * c.padded_dim * size_of(c.kv_type);
   }
 
-  INLINE void fetch(int start) {
+  INLINE void fetch(int start, KeyTile<N>& tile) const {
     const int stop = start + kTile < item.key_last ? start + kTile : item.key_last;
-    groups = (stop - start + kGroup - 1) / kGroup;
     const int64_t values = int64_t(c.block_size) * c.padded_dim;
-    for (int g = 0; g < groups; g++) {
+    tile.start = start;
+    tile.groups = (stop - start + kGroup - 1) / kGroup;
+    for (int g = 0; g < tile.groups; g++) {
       const int p = start + g * kGroup;
       const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
-      if (whole && c.kv_type == N::kType && p % c.block_size + kGroup <= c.block_size) {
-        k[g] = (const Element*)key_row(item, p);
-        v[g] = k[g] + values;
+      if (c.kv_type == N::kType && p % c.block_size + kGroup <= c.block_size) {
+        tile.k[g] = (const Element*)key_row(item, p);
+        tile.v[g] = tile.k[g] + values;
+        if (!whole) tile.v[g] = gather_some(tile, g, p);
       } else {
-        gather(g, p);
+        gather(tile, g, p);
       }
     }
-    if (N::kTiles && groups % 2) gather(groups++, item.key_last);
+    if (tile.groups % 2) {  // scores are made of two groups
+      const int g = tile.groups;
+      tile.k[g] = tile.k[g - 1];
+      tile.v[g] = values_of(tile, g);
+      std::memset(values_of(tile, g), 0, kGroup * c.padded_dim * sizeof(Element));
+    }
   }
 
-  void gather(int g, int first_position) {
-    Element* keys = gathered + g * kGroup * c.padded_dim;
-    Element* values = keys + kTile * c.padded_dim;
+  INLINE Element* values_of(KeyTile<N>& tile, int g) const { return tile.gathered + (kTile + g * kGroup) * c.padded_dim; }
+
+  // The item's values of a group that lies in one block, zero elsewhere.
+  INLINE const Element* gather_some(KeyTile<N>& tile, int g, int first_position) const {
+    constexpr int kWide = 64 / sizeof(Element);  // DP is a multiple of 32
+    typedef Element Wide __attribute__((vector_size(64)));
+    Element* values = values_of(tile, g);
+    for (int i = 0; i < kGroup; i++) {
+      const bool ours = first_position + i >= item.key_first && first_position + i < item.key_last;
+      for (int d = i * c.padded_dim; d < (i + 1) * c.padded_dim; d += kWide) {
+        const Wide x = ours ? load_as<Wide>(tile.v[g] + d) : Wide{};
+        std::memcpy(values + d, &x, sizeof x);
+      }
+    }
+    return values;
+  }
+
+  void gather(KeyTile<N>& tile, int g, int first_position) const {
+    Element* keys = tile.gathered + g * kGroup * c.padded_dim;
+    Element* values = values_of(tile, g);
     for (int i = 0; i < kGroup; i++) {
       const int p = first_position + i, offset = i * c.padded_dim;
       const bool ours = p >= item.key_first && p < item.key_last;
@@ -149,8 +180,8 @@ struct Keys {
       if (ours) row += int64_t(c.block_size) * c.padded_dim * size_of(c.kv_type);
       read_row<N>(values + offset, row, c.kv_type, count, c.padded_dim);
     }
-    k[g] = keys;
-    v[g] = values;
+    tile.k[g] = keys;
+    tile.v[g] = values;
   }
 
   // Ask for the keys and values that lie kAhead after group g of the tile at hand, in the next item when this one ends before:

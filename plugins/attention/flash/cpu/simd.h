@@ -72,22 +72,23 @@ INLINE void store_f16(uint16_t* p, vf v) {
 }
 
 // 2 to the power of x; exact zero for minus infinity. The polynomial is on [0, 1), fitted to the least relative error.
+// `extra` is added to a result in [1, 2), and scaled with it elsewhere.
 template <bool kRough>
-INLINE vf exp2v(vf x) {
+INLINE vf exp2v(vf x, float extra = 0) {
   const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
   vf p;
   if constexpr (kRough) {
     p = fill(0.07802451401948929f);
     p = p * r + 0.2260671705007553f;
     p = p * r + 0.6958335638046265f;
-    p = p * r + 0.9999251961708069f;
+    p = p * r + (0.9999251961708069f + extra);
   } else {
     p = fill(0.0018775765784084797f);
     p = p * r + 0.008989340625703335f;
     p = p * r + 0.05582631751894951f;
     p = p * r + 0.24015361070632935f;
     p = p * r + 0.6931530833244324f;
-    p = p * r + 0.9999999403953552f;
+    p = p * r + (0.9999999403953552f + extra);
   }
   return _mm512_scalef_ps(p, x);
 }
@@ -125,7 +126,7 @@ INLINE void store_f16(uint16_t* p, vf v) {
 #endif
 
 template <bool kRough>
-INLINE vf exp2v(vf x) {
+INLINE vf exp2v(vf x, float extra = 0) {
   const vf bounded = vmax(x, fill(-126.0f));
   const vf whole = floorv(bounded);
   const vf r = bounded - whole;
@@ -134,7 +135,7 @@ INLINE vf exp2v(vf x) {
   p = p * r + 0.05582631751894951f;
   p = p * r + 0.24015361070632935f;
   p = p * r + 0.6931530833244324f;
-  p = p * r + 0.9999999403953552f;
+  p = p * r + (0.9999999403953552f + extra);
   const vf power = (vf)((__builtin_convertvector(whole, vi) + 127) << 23);
   return x < -126.0f ? vf{} : p * power;
 }

@@ -38,52 +38,80 @@ INLINE void multiply(const int32_t* a, int64_t a_row, int64_t a_word, int words,
   }
 }
 
+// The work is a stream of units: a tile of keys against one group of lanes. While a unit's scores become weights, the matrix
+// products of its neighbours are under way, since they wait for nothing of it: scores of the next chunk of keys, and the values
+// of the unit before. Matrix units then work beside the vector units, and no tile is loaded that was stored just before.
 template <class N, int NV>
 struct Tiles {
   typedef typename N::Element Element;
-  static constexpr int L = NV * W;  // lanes that are worked on together
-  static constexpr float kSlack = 8;  // a maximum may be outgrown by so many powers of two before sums are rescaled
+  static constexpr int L = NV * W;            // lanes that are worked on together
+  static constexpr int kChunk = 2 * kGroup;   // keys whose scores are made together
+  static constexpr int kSlots = 3;            // tiles of keys that the units at hand may be of
+  static constexpr float kLimit = 0x1p60f;    // a sum of weights beyond it asks for a higher maximum
+
+  struct Unit {
+    const KeyTile<N>* tile;
+    const float* values;  // packed values of the tile, where they need packing
+    float* weights;       // [kTile / per word, L]
+    int group, chunks;
+    vf sum[NV];
+  };
 
   const Call& c;
   const Item& item;
   const int dim, words, lanes, lane_groups;  // words: of a head dim
   Scratch scratch;
   Keys<N> keys;
+  KeyTile<N> tiles[kSlots];
+  float* packed[kSlots];
+  int slot = 0, next_start, next_group;
   float* q;          // [lane group, words, L] packed
   float* o;          // [lane group, DP, L]
-  float* maximum;    // [lane group, L]
+  float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
-  float* scores;     // [kTile, L]
-  float* weights;    // [kTile / per word, L]
-  float* values;     // packed values of the tile, where they need packing
+  int32_t* position; // [lane group, L]
+  float* scores[3];  // [kChunk, L]; the last one is for units that are done again
+  float* weights[2];
   float* rows;       // [W, DP]
   Element* elements; // [W, DP]
+  bool* begun;       // [lane group]
 
   Tiles(const Call& call, const Item& it, const Item* next, float* memory)
       : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), lanes(it.q_count * c.group),
-        lane_groups((lanes + L - 1) / L), scratch{memory}, keys(call, it, next, scratch) {
+        lane_groups((lanes + L - 1) / L), scratch{memory}, keys{call, it, next} {
     q = scratch.take<float>(lane_groups * words * L);
     o = scratch.take<float>(lane_groups * dim * L);
     maximum = scratch.take<float>(lane_groups * L);
     sum = scratch.take<float>(lane_groups * L);
-    scores = scratch.take<float>(kTile * L);
-    weights = scratch.take<float>(kTile / N::kPerWord * L);
-    values = scratch.take<float>(kTile / N::kPerWord * dim);
+    position = scratch.take<int32_t>(lane_groups * L);
+    begun = scratch.take<bool>(lane_groups);
+    for (float*& piece : scores) piece = scratch.take<float>(kChunk * L);
+    for (float*& piece : weights) piece = scratch.take<float>(kTile / N::kPerWord * L);
+    for (float*& piece : packed) piece = scratch.take<float>(N::kPerWord == 2 ? kTile / 2 * dim : 0);
+    for (KeyTile<N>& tile : tiles) tile.gathered = scratch.take<Element>(2 * kTile * dim);
     rows = scratch.take<float>(W * dim);
     elements = scratch.take<Element>(W * dim);
     std::memset(o, 0, lane_groups * dim * L * 4);
     std::memset(sum, 0, lane_groups * L * 4);
+    std::memset(begun, 0, lane_groups);
     std::fill_n(maximum, lane_groups * L, kLowest);
+    for (int lane = 0; lane < lane_groups * L; lane++) position[lane] = item.position + lane / c.group;
+    next_start = keys.first() - kTile;
+    next_group = lane_groups;
   }
 
   void run() {
     for (int first = 0; first < lane_groups * L; first += W) pack_queries(first);
-    for (int start = keys.first(); start < item.key_last; start += kTile) {
-      keys.fetch(start);
-      for (int g = 0; g < keys.groups; g++) keys.prefetch(start, g);
-      if constexpr (N::kPerWord == 2) pack_values();
-      for (int group = 0; group < lane_groups; group++) tile(start, group);
+    Unit before{}, unit{}, after{};
+    bool more = advance(unit, 0);
+    if (more) score(unit, 0, scores[0]);
+    for (int turn = 0; more; turn++) {
+      more = advance(after, turn + 1);
+      soften(before, unit, more ? &after : nullptr);
+      before = unit;
+      unit = after;
     }
+    for (int d = 0; before.chunks && d < dim; d += kDims) add_values(before, d);
     for (int first = 0; first < lanes; first += W) finish(first);
     arrive(c, item, rows);
   }
@@ -106,121 +134,229 @@ struct Tiles {
     }
   }
 
-  INLINE int position_of(int lane) const { return item.position + lane / c.group; }
+  INLINE int oldest(int group) const { return position[group * L]; }
+  INLINE int newest(int group) const { return position[std::min(lanes, (group + 1) * L) - 1]; }
 
-  INLINE void tile(int start, int group) {
-    const int first = group * L, last = std::min(lanes, first + L) - 1;
-    const int oldest = position_of(first), newest = position_of(last), stop = start + keys.groups * kGroup;
-    if (start > newest || (c.window && stop - 1 <= oldest - c.window)) return;
-    score(q + group * words * L);
-    const bool masked = stop - 1 > oldest || stop > item.key_last || (c.window && start <= newest - c.window);
-    float* into = o + group * dim * L;
-    soften(start, first, masked, into);
-    add_values(into);
+  // The next unit that has anything to see; its tile is fetched and packed when it is the first of it. False: none is left.
+  INLINE bool advance(Unit& unit, int turn) {
+    for (;; next_group++) {
+      if (next_group >= lane_groups) {
+        if (next_start + kTile >= item.key_last) return false;
+        next_start += kTile;
+        next_group = 0;
+        fetch();
+      }
+      const KeyTile<N>& tile = tiles[slot];
+      const int seen = std::min(tile.groups * kGroup, newest(next_group) + 1 - tile.start);
+      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= oldest(next_group) - c.window + 1;
+      if (seen <= 0 || left_behind) continue;
+      unit.tile = &tile;
+      unit.values = packed[slot];
+      unit.weights = weights[turn % 2];
+      unit.group = next_group++;
+      unit.chunks = (seen + kChunk - 1) / kChunk;
+      return true;
+    }
   }
 
-  INLINE void score(const float* queries) {
+  void fetch() {
+    slot = (slot + 1) % kSlots;
+    keys.fetch(next_start, tiles[slot]);
+    for (int g = 0; g < tiles[slot].groups; g++) keys.prefetch(next_start, g);
+    if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
+  }
+
+  // Matrix tiles keep the sums until they are asked for.
+  INLINE void score(const Unit& unit, int chunk, float* to) {
+    start_score(unit, chunk, to);
+    finish_score(to);
+  }
+
+  INLINE void start_score(const Unit& unit, int chunk, float* to) {
+    const float* queries = q + unit.group * words * L;
+    const Element* const* k = unit.tile->k + 2 * chunk;
     if constexpr (N::kTiles) {
-      N::template scores<NV>(keys.k, keys.groups, dim, queries, scores);
+      N::template scores<NV>(k, dim, queries);
     } else {
-      for (int g = 0; g < keys.groups; g++) {
-        multiply<N, NV>((const int32_t*)keys.k[g], words, 1, words, queries, scores + g * kGroup * L, kGroup, false);
+      for (int g = 0; g < 2; g++) {
+        multiply<N, NV>((const int32_t*)k[g], words, 1, words, queries, to + g * kGroup * L, kGroup, false);
       }
     }
   }
 
-  INLINE void add_values(float* into) {
-    const int count = keys.groups * kGroup;
+  INLINE void finish_score(float* to) {
+    if constexpr (N::kTiles) N::template store_sums<NV>(to);
+  }
+
+  static constexpr int kDims = 32;  // dims of outputs that are worked on together
+
+  INLINE void add_values(const Unit& unit, int d) {
+    start_values(unit, d);
+    finish_values(unit, d);
+  }
+
+  INLINE void finish_values(const Unit& unit, int d) {
+    if constexpr (N::kTiles) N::template store_sums<NV>(o + (unit.group * dim + d) * L);
+  }
+
+  INLINE void start_values(const Unit& unit, int d) {
+    float* into = o + (unit.group * dim + d) * L;
     if constexpr (N::kTiles) {
-      N::template add_values<NV>(values, count, dim, weights, into);
+      N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into);
     } else if constexpr (N::kPerWord == 2) {
-      multiply<N, NV>((const int32_t*)values, 1, dim, count / 2, weights, into, dim, true);
+      multiply<N, NV>((const int32_t*)unit.values + d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
     } else {
-      for (int g = 0; g < keys.groups; g++) {
-        multiply<N, NV>((const int32_t*)keys.v[g], 1, dim, kGroup, weights + g * kGroup * L, into, dim, true);
+      for (int g = 0; g < 2 * unit.chunks; g++) {
+        const float* some = unit.weights + g * kGroup * L;
+        multiply<N, NV>((const int32_t*)unit.tile->v[g] + d, 1, dim, kGroup, some, into, kDims, true);
       }
     }
   }
 
-  // Scores of the tile into weights. The maximum is only a common reference: while none is outgrown by far, it stays.
-  INLINE void soften(int start, int first, bool masked, float* into) {
-    const int count = keys.groups * kGroup;
-    float factor = c.scale * kLog2e;
-    if (c.softcap != 0) {
-      for (int i = 0; i < count * L; i += W) {
-        store(scores + i, tanhv(load(scores + i) * (c.scale / c.softcap)) * (c.softcap * kLog2e));
-      }
-      factor = 1;
+  // Scores of the unit into weights, between the values of the unit before and the scores of the next chunk.
+  INLINE void soften(const Unit& before, Unit& unit, const Unit* after) {
+    if (!begun[unit.group]) begin(unit);
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) unit.sum[v] = vf{};
+    const int num_parts = before.chunks ? dim / kDims : 0;
+    int done = 0;
+    for (int chunk = 0; chunk < unit.chunks; chunk++) {
+      float* at_hand = scores[0];
+      std::swap(scores[0], scores[1]);
+      const bool last = chunk + 1 == unit.chunks;
+      if (!last || after) start_score(last ? *after : unit, last ? 0 : chunk + 1, scores[0]);
+      prepare(unit, chunk, at_hand);
+      weigh(unit, chunk, 0, at_hand);
+      if (!last || after) finish_score(scores[0]);
+      const int parts = num_parts * (chunk + 1) / unit.chunks;
+      for (; done + 1 < parts; done++) add_values(before, done * kDims);
+      const bool some = done < parts;
+      if (some) start_values(before, done * kDims);
+      weigh(unit, chunk, kGroup, at_hand);
+      if (some) finish_values(before, done++ * kDims);
     }
-    if (masked) mask(start, first);
-    vf now[NV];
-    bool rose = false;
+    bool beyond = false;
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
-      const float* s = scores + v * W;
-      vf highest[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) highest[j] = load(s + j * L);
-      for (int k = 4; k < count; k += 4) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) highest[j] = vmax(highest[j], load(s + (k + j) * L));
-      }
-      const vf before = load(maximum + first + v * W);
-      now[v] = vmax(before, vmax(vmax(highest[0], highest[1]), vmax(highest[2], highest[3])) * factor);
-      rose |= any(now[v] > before + kSlack);
+      float* total = sum + unit.group * L + v * W;
+      const vf now = load(total) + unit.sum[v];
+      beyond |= any(now > kLimit);
+      unit.sum[v] = now;
     }
-    if (rose) shrink(first, now, into);
+    if (beyond) return raise(unit);
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) {
-      const int at = first + v * W;
-      store(sum + at, load(sum + at) + weigh(scores + v * W, count, factor, load(maximum + at), v));
-    }
+    for (int v = 0; v < NV; v++) store(sum + unit.group * L + v * W, unit.sum[v]);
   }
 
-  // Take new maxima: what was summed before becomes smaller.
-  INLINE void shrink(int first, const vf (&now)[NV], float* into) {
+  // The highest seen score of the group's first chunk is where its maxima begin.
+  INLINE void begin(const Unit& unit) {
+    begun[unit.group] = true;
+    std::memcpy(scores[2], scores[0], kChunk * L * 4);
+    vf highest[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) highest[v] = fill(kLowest);
+    raise_to(unit, 0, scores[2], highest);
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) store(maximum + unit.group * L + v * W, highest[v]);
+  }
+
+  // Do a unit again with the true maxima: what was summed before becomes smaller.
+  __attribute__((noinline)) void raise(Unit& unit) {
+    const int first = unit.group * L;
+    float* into = o + unit.group * dim * L;
+    vf highest[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) {
+      highest[v] = load(maximum + first + v * W);
+      unit.sum[v] = vf{};
+    }
+    for (int chunk = 0; chunk < unit.chunks; chunk++) {
+      score(unit, chunk, scores[2]);
+      raise_to(unit, chunk, scores[2], highest);
+    }
     vf by[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
-      const int at = first + v * W;
-      by[v] = exp2v<false>(load(maximum + at) - now[v]);
-      store(maximum + at, now[v]);
-      store(sum + at, load(sum + at) * by[v]);
+      by[v] = exp2v<false>(load(maximum + first + v * W) - highest[v]);
+      store(maximum + first + v * W, highest[v]);
     }
     for (int d = 0; d < dim; d++) {
 #pragma GCC unroll 2
       for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * by[v]);
     }
+    for (int chunk = 0; chunk < unit.chunks; chunk++) {
+      score(unit, chunk, scores[2]);
+      prepare(unit, chunk, scores[2]);
+      weigh(unit, chunk, 0, scores[2]);
+      weigh(unit, chunk, kGroup, scores[2]);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) {
+      float* total = sum + first + v * W;
+      store(total, load(total) * by[v] + unit.sum[v]);
+    }
   }
 
-  // 2 to the power of the scores of one vector of lanes, stored as the second product takes them; their sum.
-  INLINE vf weigh(const float* s, int count, float factor, vf maximum, int v) {
-    vf added[2] = {vf{}, vf{}};
-    for (int k = 0; k < count; k += 2) {
-      const vf x = exp2v<N::kPerWord == 2>(load(s + k * L) * factor - maximum);
-      const vf y = exp2v<N::kPerWord == 2>(load(s + (k + 1) * L) * factor - maximum);
-      added[0] += x;
-      added[1] += y;
-      if constexpr (N::kPerWord == 1) {
-        store(weights + k * L + v * W, x);
-        store(weights + (k + 1) * L + v * W, y);
-      } else {
-        N::store_pairs(weights + k / 2 * L + v * W, x, y);
+  INLINE float factor() const { return c.softcap != 0 ? 1.0f : c.scale * kLog2e; }
+
+  INLINE bool is_masked(const Unit& unit, int chunk) const {
+    const int start = unit.tile->start + chunk * kChunk, stop = start + kChunk;
+    return stop - 1 > oldest(unit.group) || stop > item.key_last || (c.window && start <= newest(unit.group) - c.window);
+  }
+
+  // Softcap and mask, where there are any.
+  INLINE void prepare(const Unit& unit, int chunk, float* s) {
+    if (c.softcap != 0) {
+      for (int i = 0; i < kChunk * L; i += W) {
+        store(s + i, tanhv(load(s + i) * (c.scale / c.softcap)) * (c.softcap * kLog2e));
       }
     }
-    return added[0] + added[1];
+    if (is_masked(unit, chunk)) mask(unit.tile->start + chunk * kChunk, unit.group * L, s);
   }
 
-  INLINE void mask(int start, int first) {
+  INLINE void raise_to(const Unit& unit, int chunk, float* s, vf (&highest)[NV]) {
+    prepare(unit, chunk, s);
+    for (int k = 0; k < kChunk; k++) {
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; v++) highest[v] = vmax(highest[v], load(s + k * L + v * W) * factor());
+    }
+  }
+
+  // 2 to the power of a group's scores, stored as the second product takes them, and added to the unit's sums.
+  INLINE void weigh(Unit& unit, int chunk, int key, const float* scores) {
+    const float* s = scores + key * L;
+    const float by = factor();
+    float* to = unit.weights + (chunk * kChunk + key) / N::kPerWord * L;
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) {
+      const vf highest = load(maximum + unit.group * L + v * W);
+      vf added = unit.sum[v];
+      for (int k = 0; k < kGroup; k += 2) {
+        const vf x = N::power(load(s + k * L + v * W) * by - highest);
+        const vf y = N::power(load(s + (k + 1) * L + v * W) * by - highest);
+        if constexpr (N::kPerWord == 1) {
+          store(to + k * L + v * W, x);
+          store(to + (k + 1) * L + v * W, y);
+          added += x + y;
+        } else {
+          const typename N::Words both = N::pair(x, y);
+          store(to + k / 2 * L + v * W, (vf)both);
+          added = N::madd(added, both, N::ones());
+        }
+      }
+      unit.sum[v] = added;
+    }
+  }
+
+  void mask(int start, int first, float* scores) {
     const vf none = fill(-INFINITY);
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
-      vi position;
-      for (int i = 0; i < W; i++) position[i] = position_of(first + v * W + i);
-      const vi oldest = c.window ? position - (c.window - 1) : vi{};
+      const vi at = load_as<vi>(position + first + v * W);
+      const vi oldest = c.window ? at - (c.window - 1) : vi{};
       const vi end = vi{} + (item.key_last - 1);
-      const vi last = position < end ? position : end;
-      for (int k = 0; k < keys.groups * kGroup; k++) {
+      const vi last = at < end ? at : end;
+      for (int k = 0; k < kChunk; k++) {
         const vi key = vi{} + (start + k);
         float* s = scores + k * L + v * W;
         vf x = load(s);
@@ -232,12 +368,12 @@ struct Tiles {
   }
 
   // Two keys' values side by side: [pair, DP] words, or for matrix tiles [16 pairs, 16 dims] turned over and one after another.
-  INLINE void pack_values() {
+  void pack_values(const KeyTile<N>& tile, float* values) {
 #if FLASH_WIDTH == 16
-    for (int g = 0; g < keys.groups; g++) {
+    for (int g = 0; g < tile.groups; g++) {
       for (int i = 0; i < kGroup; i += 2) {
         const int pair = (g * kGroup + i) / 2;
-        pack_pair(keys.v[g] + i * dim, N::kTiles ? rows + pair % W * dim : values + pair * dim);
+        pack_pair(tile.v[g] + i * dim, N::kTiles ? rows + pair % W * dim : values + pair * dim);
       }
       if (N::kTiles && g % 2) turn(values + g / 2 * W * dim);
     }

@@ -14,6 +14,7 @@ constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ids __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
 template <typename V>
@@ -22,6 +23,8 @@ inline V load(const void* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
+
+constexpr Ids kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline Floats zeros() { return Floats{}; }
 

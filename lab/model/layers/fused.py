@@ -1,0 +1,88 @@
+"""What lies between a decoder's linear layers: as formulas, and on the CPU as own kernels (native/fused.cpp).
+
+Left to Inductor, the formulas become C++ that wakes all threads for every loop of every kernel, which for one token takes
+longer than the work, and an exponential and a division that are slow for thousands. A kernel takes the same roundings as the
+formula run eagerly. Other devices and dtypes take the formulas, which Inductor fuses there.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from lab import native
+
+log = logging.getLogger("lab")
+
+NAMESPACE = "lab_layers"
+SOURCES = (Path(__file__).parent / "native" / "fused.cpp",)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Formulas:
+    """The reference."""
+
+    is_native = False
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, computed in float32."""
+        exact = x.float()
+        scaled = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * scaled.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + delta, and x + delta."""
+        total = x + delta
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate(self, x_TXH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate the leading entries of X heads by pairs (i, i + half). cos and sin: (T, 1, half) in float32."""
+        half = cos.shape[-1]
+        exact = x_TXH.float()
+        first, second = exact[..., :half], exact[..., half : 2 * half]
+        # rounded before they are joined: compiled, the join is then the one pass that writes, with no float32 copy in between
+        parts = [(first * cos - second * sin).to(x_TXH.dtype), (second * cos + first * sin).to(x_TXH.dtype)]
+        if 2 * half < x_TXH.shape[-1]:
+            parts.append(x_TXH[..., 2 * half :])
+        return torch.cat(parts, dim=-1)
+
+    def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, of gate and up side by side: (T, 2 F) to (T, F)."""
+        gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+        return functional.silu(gate_TF) * up_TF
+
+
+class Kernels(Formulas):
+    """The same by the operators of native/fused.cpp, opaque to torch.compile."""
+
+    is_native = True
+
+    def __init__(self) -> None:
+        native.load(NAMESPACE, SOURCES)
+        ops = torch.ops.lab_layers
+        self.rms_norm, self.add_rms_norm = ops.rms_norm.default, ops.add_rms_norm.default
+        self.rotate, self.silu_mul = ops.rotate.default, ops.silu_mul.default
+        for name, fake in _FAKES.items():
+            torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
+
+
+_FAKES = {
+    "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
+    "add_rms_norm": lambda x, delta, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    "rotate": lambda x, cos, sin: x.new_empty(x.shape),
+    "silu_mul": lambda x: x.new_empty((x.shape[0], x.shape[1] // 2)),
+}
+
+
+def fused_for(device: torch.device, dtype: torch.dtype) -> Formulas:
+    """The kernels where they can be had, which takes a compiler on the first use; else the formulas."""
+    if device.type != "cpu" or dtype not in DTYPES or native.available() is not None:
+        return Formulas()
+    try:
+        return Kernels()
+    except native.BuildError as error:
+        log.warning("norms, rotations and activations run without own kernels, and slower: %s", error)
+        return Formulas()

@@ -1,0 +1,240 @@
+// What lies between the linear layers of a decoder on the CPU: norm with residual, rotation, gated activation. One pass each.
+//
+// A few rows are done by the calling thread alone: to wake others would take longer than the work.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/TensorBase.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "lab/vectors.h"
+
+namespace {
+
+using at::Tensor;
+using lab::BFloat16;
+using lab::Floats;
+using lab::kLanes;
+using lab::Words;
+
+constexpr int64_t kAlone = 16384;  // elements that one thread is done with before another would have begun
+
+template <typename F>
+void for_rows(int64_t rows, int64_t elements, const F& row) {
+  if (rows * elements <= kAlone || at::in_parallel_region()) {
+    for (int64_t r = 0; r < rows; r++) row(r);
+    return;
+  }
+#pragma omp parallel for num_threads(at::get_num_threads())
+  for (int64_t r = 0; r < rows; r++) row(r);
+}
+
+// The `lanes` first lanes, the rest zero.
+inline Floats load_lanes(const float* from, int64_t lanes) {
+  if (lanes >= kLanes) return lab::load<Floats>(from);
+  Floats v{};
+  std::memcpy(&v, from, lanes * sizeof(float));
+  return v;
+}
+
+inline Floats load_lanes(const BFloat16* from, int64_t lanes) {
+  lab::Halves halves{};
+  if (lanes >= kLanes) {
+    halves = lab::load<lab::Halves>(from);
+  } else {
+    std::memcpy(&halves, from, lanes * sizeof(BFloat16));
+  }
+  return lab::as_floats(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store_lanes(Floats v, float* to, int64_t lanes) {
+  if (lanes >= kLanes) {
+    std::memcpy(to, &v, sizeof v);
+  } else {
+    std::memcpy(to, &v, lanes * sizeof(float));
+  }
+}
+
+inline void store_lanes(Floats v, BFloat16* to, int64_t lanes) {
+  const lab::Halves halves = lab::narrow(v);
+  if (lanes >= kLanes) {
+    std::memcpy(to, &halves, sizeof halves);
+  } else {
+    std::memcpy(to, &halves, lanes * sizeof(BFloat16));
+  }
+}
+
+// As the value is once it has been stored in T.
+inline Floats rounded(Floats v, const float*) { return v; }
+inline Floats rounded(Floats v, const BFloat16*) {
+  return lab::as_floats(__builtin_convertvector(lab::narrow(v), Words) << 16);
+}
+
+inline float sum_of(Floats v) {
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; lane++) sum += v[lane];
+  return sum;
+}
+
+// e to the power of x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], to about one unit in the last place.
+inline Floats exponential(Floats x) {
+  x = x > 88.0f ? lab::splat(88.0f) : x;
+  x = x < -87.0f ? lab::splat(-87.0f) : x;
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which the low bits then hold
+  const Floats shifted = x * 1.44269504088896341f + kMagic;
+  const Floats n = shifted - kMagic;
+  const Floats r = (x - n * 0.693145751953125f) - n * 1.42860677e-6f;
+  Floats p = lab::splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return lab::as_floats(lab::as_words(p) + (lab::as_words(shifted) << 23));
+}
+
+inline Floats silu(Floats x) {
+  const Floats divisor = exponential(-x) + 1.0f;
+#ifdef __AVX512F__
+  Floats inverse = (Floats)_mm512_rcp14_ps((__m512)divisor);
+  inverse = inverse * (2.0f - divisor * inverse);
+  const Floats y = x * inverse;
+#else
+  const Floats y = x / divisor;
+#endif
+  return x == x ? y : x;
+}
+
+// Rows of up to two leading dimensions, the last one dense.
+struct Rows {
+  const Tensor& x;
+  int64_t inner = x.dim() == 3 ? x.size(1) : 1;
+  int64_t outer_stride = x.stride(0), inner_stride = x.dim() == 3 ? x.stride(1) : 0;
+
+  int64_t count() const { return x.size(0) * inner; }
+  int64_t at(int64_t row) const { return row / inner * outer_stride + row % inner * inner_stride; }
+};
+
+void check(const Tensor& x) {
+  TORCH_CHECK((x.dim() == 2 || x.dim() == 3) && x.stride(-1) == 1, "rows must be dense, in one or two leading dimensions");
+}
+
+template <typename T, bool kAdds>
+void norm_rows(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps, Tensor& y, Tensor* sum) {
+  const int64_t size = x.size(-1);
+  const T* w = static_cast<const T*>(weight.const_data_ptr());
+  const Rows rows{x};
+  for_rows(rows.count(), size, [&](int64_t row) {
+    const T* from = static_cast<const T*>(x.const_data_ptr()) + rows.at(row);
+    if constexpr (kAdds) {
+      const T* other = static_cast<const T*>(delta->const_data_ptr()) + Rows{*delta}.at(row);
+      T* added = static_cast<T*>(sum->mutable_data_ptr()) + row * size;
+      for (int64_t i = 0; i < size; i += kLanes)
+        store_lanes(load_lanes(from + i, size - i) + load_lanes(other + i, size - i), added + i, size - i);
+      from = added;
+    }
+    Floats squares{};
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats v = load_lanes(from + i, size - i);
+      squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + static_cast<float>(eps));
+    T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats v = rounded(load_lanes(from + i, size - i) * scale, to);
+      store_lanes(v * load_lanes(w + i, size - i), to + i, size - i);
+    }
+  });
+}
+
+template <typename T>
+void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& y) {
+  const int64_t heads = x.size(1), size = x.size(2), half = cos.size(-1);
+  for_rows(x.size(0), heads * size, [&](int64_t token) {
+    const float* c = cos.const_data_ptr<float>() + token * half;
+    const float* s = sin.const_data_ptr<float>() + token * half;
+    const T* from = static_cast<const T*>(x.const_data_ptr()) + token * x.stride(0);
+    T* to = static_cast<T*>(y.mutable_data_ptr()) + token * heads * size;
+    for (int64_t head = 0; head < heads; head++, from += x.stride(1), to += size) {
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const Floats first = load_lanes(from + i, half - i), second = load_lanes(from + half + i, half - i);
+        const Floats cosine = load_lanes(c + i, half - i), sine = load_lanes(s + i, half - i);
+        store_lanes(first * cosine - second * sine, to + i, half - i);
+        store_lanes(second * cosine + first * sine, to + half + i, half - i);
+      }
+      if (2 * half < size) std::memcpy(to + 2 * half, from + 2 * half, (size - 2 * half) * sizeof(T));
+    }
+  });
+}
+
+template <typename T>
+void silu_rows(const Tensor& x, Tensor& y) {
+  const int64_t size = y.size(1);
+  for_rows(x.size(0), 2 * size, [&](int64_t row) {
+    const T* gate = static_cast<const T*>(x.const_data_ptr()) + row * x.stride(0);
+    T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats activated = rounded(silu(load_lanes(gate + i, size - i)), to);
+      store_lanes(activated * load_lanes(gate + size + i, size - i), to + i, size - i);
+    }
+  });
+}
+
+template <typename F>
+void for_dtype(const Tensor& x, const F& run) {
+  if (x.scalar_type() == at::kFloat) return run(static_cast<float*>(nullptr));
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "float32 or bfloat16 is needed");
+  run(static_cast<BFloat16*>(nullptr));
+}
+
+#define OF(pointer) std::remove_pointer_t<decltype(pointer)>
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check(x);
+  Tensor y = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  for_dtype(x, [&](auto* t) { norm_rows<OF(t), false>(x, nullptr, weight, eps, y, nullptr); });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, const Tensor& weight, double eps) {
+  check(x);
+  check(delta);
+  Tensor y = at::detail::empty_cpu(x.sizes(), x.scalar_type()), sum = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  for_dtype(x, [&](auto* t) { norm_rows<OF(t), true>(x, &delta, weight, eps, y, &sum); });
+  return {y, sum};
+}
+
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  check(x);
+  TORCH_CHECK(x.dim() == 3 && cos.is_contiguous() && sin.is_contiguous(), "rotate takes x (T, X, H) and dense cos and sin");
+  Tensor y = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+  for_dtype(x, [&](auto* t) { rotate_rows<OF(t)>(x, cos, sin, y); });
+  return y;
+}
+
+Tensor silu_mul(const Tensor& x) {
+  check(x);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "silu_mul takes gate and up side by side");
+  Tensor y = at::detail::empty_cpu({x.size(0), x.size(1) / 2}, x.scalar_type());
+  for_dtype(x, [&](auto* t) { silu_rows<OF(t)>(x, y); });
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(LAB_NAMESPACE, library) {
+  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  library.def("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)");
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  library.def("silu_mul(Tensor x) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
+  library.impl("rms_norm", TORCH_FN(rms_norm));
+  library.impl("add_rms_norm", TORCH_FN(add_rms_norm));
+  library.impl("rotate", TORCH_FN(rotate));
+  library.impl("silu_mul", TORCH_FN(silu_mul));
+}

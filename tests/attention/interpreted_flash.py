@@ -1,0 +1,163 @@
+"""The Triton kernels of `flash` in Triton's interpreter, on the CPU: run by test_flash_triton.py in a process of its own.
+
+Float32 and float16 alone: the interpreter computes wrongly in bfloat16.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lab import registry
+from lab.api import Attention
+from lab.checks.attention import TOLERANCE, Case, _spec, _Trial
+from plugins.attention.flash import Flash
+from plugins.attention.flash.cuda import CudaKernels, Plan
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/attention/test_flash_triton.py"
+registry.discover()
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MIXED = ((0, 33), (70, 1), (34, 20), (5, 1), (0, 1), (31, 6))
+DECODES = ((40, 1), (15, 1), (16, 1), (0, 1), (90, 1))
+DTYPES = (torch.float32, torch.float16)
+
+
+class Interpreted(Flash):
+    """`flash` with its CUDA kernels, wherever the spec says that its tensors are."""
+
+    def __init__(self, options, spec):
+        Attention.__init__(self, options, spec)
+        self._kernels = CudaKernels(options, spec)
+
+
+def compare(case: Case, num_splits: int = 1, reuse_of: Case | None = None) -> Plan:
+    """Hold the kernels against the definition, in a shuffled pool whose unused slots are NaN. Returns the plan of the case."""
+    backend = Interpreted(Flash.Options(num_splits=num_splits), _spec(case, CPU))
+    reuse = backend.plan(_Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
+    trial = _Trial(case, CPU, seed=0)
+    trial.run(backend, reuse)
+    return reuse or backend.plan(trial.batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestEachDtype:
+    def test_mixed_rows(self, dtype):
+        plan = compare(Case(MIXED, dtype=dtype), num_splits=2)
+        assert plan.tiles_X2 is not None and plan.decodes and plan.num_splits == 2
+
+    def test_decodes(self, dtype):
+        plan = compare(Case(DECODES, dtype=dtype))
+        assert plan.tiles_X2 is None and plan.small_q == 1
+
+    def test_prompts_around_the_edges_of_blocks(self, dtype):
+        plan = compare(Case(((0, 15), (0, 16), (0, 17), (16, 33), (1, 65)), dtype=dtype))
+        assert plan.tiles_X2 is not None and not plan.decodes
+
+    def test_verification_of_drafts(self, dtype):
+        plan = compare(Case(((40, 4), (16, 4), (0, 3), (77, 1)), dtype=dtype), num_splits=3)
+        assert plan.tiles_X2 is None and plan.small_q == 4
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 4])
+def test_splits(num_splits):
+    """More splits than tiles of keys, too: empty ones must count for nothing."""
+    case = Case(((200, 1), (3, 1), (129, 1)), num_padding=2)
+    assert compare(case, num_splits).num_splits == num_splits
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (9, 3), (8, 2), (5, 1), (7, 1), (9, 1), (17, 1)], ids=str)
+def test_groups(heads):
+    compare(Case(((40, 1), (0, 25), (17, 20), (3, 4)), *heads, head_dim=16), num_splits=2)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 128, 256])
+def test_head_dims(head_dim):
+    compare(Case(((50, 1), (0, 21), (20, 18)), head_dim=head_dim), num_splits=2)
+    compare(Case(((50, 1), (20, 1)), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 32])
+def test_block_sizes(block_size):
+    compare(Case(((63, 1), (32, 1), (17, 40)), block_size=block_size, head_dim=32), num_splits=2)
+
+
+@pytest.mark.parametrize("window", [1, 50, 10_000])
+def test_sliding_window(window):
+    compare(Case(((90, 1), (0, 70), (60, 20)), sliding_window=window, head_dim=32))
+    compare(Case(((150, 1), (10, 3)), sliding_window=window, head_dim=32), num_splits=3)
+
+
+def test_softcap():
+    compare(Case(((150, 1), (0, 40), (30, 20)), softcap=2.0, head_dim=32), num_splits=2)
+    compare(Case(((150, 1), (7, 1)), softcap=2.0, head_dim=32))
+
+
+@pytest.mark.parametrize("rows", [MIXED, DECODES, ((0, 30),), ((5, 1),)], ids=len)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_padding_tokens(rows, num_splits):
+    compare(Case(rows, num_padding=11, head_dim=32), num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_padding_rows(num_splits):
+    """As a captured graph has them: rows of no tokens and no context, and padding tokens behind the real ones."""
+    for rows in (DECODES, MIXED[1:]):
+        case = Case(rows, num_padding=3, head_dim=16)
+        trial = _Trial(case, CPU, seed=0)
+        batch, num_rows = trial.batch, len(rows)
+        trial.batch = replace(
+            batch,
+            q_start_R1=torch.nn.functional.pad(batch.q_start_R1[None], (0, 4), mode="replicate")[0],
+            ctx_len_R=torch.nn.functional.pad(batch.ctx_len_R, (0, 4)),
+            blocks_RM=torch.nn.functional.pad(batch.blocks_RM, (0, 0, 0, 4)),
+        )
+        backend = Interpreted(Flash.Options(num_splits=num_splits), _spec(case, CPU))
+        plan = backend.plan(trial.batch)
+        assert plan.num_rows == num_rows + 4
+        trial.run(backend, None)
+
+
+def test_a_plan_serves_every_batch_of_its_shape():
+    """A plan made for one long row, as graphs of mixed steps are captured with, then other rows of as many tokens."""
+    one_row = Case(((0, 61), (3, 1), (0, 0)), head_dim=32)
+    for rows in (((0, 20), (9, 41), (30, 1)), ((0, 60), (100, 1), (50, 1))):
+        plan = compare(Case(rows, head_dim=32), num_splits=2, reuse_of=one_row)
+        assert plan.decodes and plan.tiles_X2 is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_as_the_reference(dtype):
+    case = Case(MIXED, dtype=dtype)
+    outputs = []
+    for backend in (Interpreted(Flash.Options(num_splits=2), _spec(case, CPU)), eager(case)):
+        trial = _Trial(case, CPU, seed=3)
+        kv = torch.zeros(backend.kv_shape(trial.num_blocks, case.block_size), dtype=dtype)
+        blocks = torch.arange(trial.num_blocks)
+        content = torch.randn(len(blocks), 16, 2, 2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        backend.load_blocks(kv, blocks, content)
+        assert torch.equal(backend.export_blocks(kv, blocks), content)
+        outputs.append(torch.full_like(trial.q_TNH, float("nan")))
+        backend.attend(trial.q_TNH, kv, backend.plan(trial.batch), outputs[-1])
+    assert (outputs[0] - outputs[1]).abs().max() <= TOLERANCE[dtype]
+
+
+def eager(case):
+    return registry.get("attention", "eager").load()(None, _spec(case, CPU))
+
+
+def test_strided_queries_keys_and_values():
+    """The model gives slices of one projection."""
+    case = Case(MIXED, num_heads=6, num_kv_heads=2, head_dim=32)
+    trial = _Trial(case, CPU, seed=0)
+    backend = Interpreted(Flash.Options(num_splits=2), _spec(case, CPU))
+    fused = torch.randn(trial.batch.num_tokens, 10, 32, generator=torch.Generator().manual_seed(1))
+    parts = fused[:, :6], fused[:, 6:8], fused[:, 8:]
+    outputs = []
+    for q, k, v in (parts, [part.contiguous() for part in parts]):
+        kv = torch.zeros(backend.kv_shape(trial.num_blocks, 16))
+        backend.write(k, v, kv, trial.batch.slots_T)
+        outputs.append(torch.empty(trial.batch.num_tokens, 6, 32))
+        backend.attend(q, kv, backend.plan(trial.batch), outputs[-1])
+    assert outputs[0].any() and torch.equal(*outputs)

@@ -1,0 +1,89 @@
+"""The Triton kernels of `flash`, compiled for GPUs that need not be there: what a step would launch, down to machine code."""
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lab import registry
+from lab.checks.attention import Case, _spec, _Trial
+from plugins.attention.flash import cuda
+from plugins.attention.flash.configs import Gpu
+from tests.attention.compiling import Launch, Recorder
+
+assert not os.environ.get("TRITON_INTERPRET"), "these tests compile kernels, and the interpreter takes their place"
+registry.discover()
+OPTIONS = registry.get("attention", "flash").options
+CPU = torch.device("cpu")
+GPUS = {80: Gpu(108, 166_912), 90: Gpu(132, 232_448)}  # A100 and H100: multiprocessors, shared memory of one program
+LLAMA = Case(((0, 300), (900, 1), (40, 1)), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SMALL = replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64)
+LARGE = replace(LLAMA, num_heads=8, num_kv_heads=8, head_dim=256, softcap=30.0, sliding_window=128)
+ODD = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=80, dtype=torch.float16, block_size=24)
+EXACT = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=256, dtype=torch.float32)
+CASES = {"llama": LLAMA, "small": SMALL, "large": LARGE, "odd": ODD, "exact": EXACT}
+
+
+def launches_of(case: Case, gpu: Gpu, monkeypatch, num_splits: int = 0) -> list[Launch]:
+    """What writing and attending launches for the case."""
+    recorder = Recorder(cuda.kernels)
+    monkeypatch.setattr(cuda, "kernels", recorder)
+    backend = cuda.CudaKernels(OPTIONS(num_splits=num_splits), _spec(case, CPU), gpu)
+    batch = _Trial(case, CPU, seed=0).batch
+    q = torch.empty(batch.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype)
+    k = torch.empty(batch.num_tokens, case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    kv = torch.empty(4, case.num_kv_heads, 2, case.block_size, case.head_dim, dtype=case.dtype)
+    backend.write(k, k, kv, batch.slots_T)
+    backend.attend(q, kv, backend.plan(batch), torch.empty_like(q))
+    monkeypatch.undo()
+    return recorder.launches
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_becomes_machine_code(name, capability, monkeypatch):
+    gpu = GPUS[capability]
+    launches = launches_of(CASES[name], gpu, monkeypatch)
+    assert [launch.name for launch in launches] == ["write_kernel", "prefill_kernel", "decode_kernel", "reduce_kernel"]
+    for launch in launches:
+        compiled = launch.compile(capability)
+        assert compiled.asm["cubin"] and f".target sm_{capability}" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= gpu.shared_bytes, launch.name
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_tensor_cores_and_asynchronous_loads(capability, monkeypatch):
+    """A mixed step of a Llama in bf16: wgmma for tall tiles where the GPU has it, mma for short ones; cp.async; no spills."""
+    ptx = {launch.name: launch.compile(capability).asm["ptx"] for launch in launches_of(LLAMA, GPUS[capability], monkeypatch)}
+    tall = "wgmma.mma_async.sync.aligned" if capability == 90 else "mma.sync.aligned.m16n8k16"
+    assert tall in ptx["prefill_kernel"] and "mma.sync.aligned.m16n8k16" in ptx["decode_kernel"]
+    for name in ("prefill_kernel", "decode_kernel"):
+        assert "cp.async" in ptx[name], name
+        assert not re.search(r"ld\.local|st\.local", ptx[name]), name
+    assert "ld.global.v4" in ptx["write_kernel"] and "st.global.v4" in ptx["write_kernel"]  # 16 bytes at a time
+
+
+def test_the_estimate_of_shared_memory_holds(monkeypatch):
+    """Configurations are chosen by an estimate: it must not lie below what the compiler takes."""
+    for case in CASES.values():
+        for launch in launches_of(case, GPUS[80], monkeypatch):
+            if launch.name not in ("prefill_kernel", "decode_kernel"):
+                continue
+            options = launch.options
+            config = cuda.Config(options["BLOCK_M"], options["BLOCK_N"], options["num_warps"], options["num_stages"])
+            size = case.dtype.itemsize
+            estimate = config.shared_bytes(options["BLOCK_D"], size, size)
+            assert launch.compile(80).metadata.shared <= estimate + 2048, (launch.name, case)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_decode_of_uniform_rows(num_rows, monkeypatch):
+    """Grids and splits follow from the batch's shape; the merge runs where there are splits."""
+    case = replace(LLAMA, rows=((50, 1),) * num_rows)
+    launches = {launch.name: launch for launch in launches_of(case, GPUS[90], monkeypatch)}
+    splits = launches["decode_kernel"].grid[1]
+    assert launches["decode_kernel"].grid == (8, splits, num_rows) and splits == {1: 32, 16: 4, 64: 1}[num_rows]
+    assert ("reduce_kernel" in launches) == (splits > 1) and "prefill_kernel" not in launches
+    assert launches["decode_kernel"].compile(90).asm["cubin"]

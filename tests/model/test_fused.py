@@ -1,0 +1,76 @@
+"""The kernels between linear layers against the formulas, run eagerly: the same roundings, every size and stride."""
+
+import pytest
+import torch
+
+from lab.model.layers.fused import Formulas, Kernels, fused_for
+
+SIZES = (1, 3, 16, 33, 576, 1001)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return Kernels()
+
+
+def assert_same(ours, theirs):
+    """float32: a few units in the last place. bfloat16: next to none differ, and those by a rounding or two."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    if ours.dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=1e-6)
+        assert (ours != theirs).float().mean() < 0.01 or ours.numel() < 200
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", (1, 5, 300))
+def test_norms(kernels, rows, size, dtype):
+    x, delta, weight = torch.randn(rows, size).to(dtype), torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
+    assert_same(kernels.rms_norm(x, weight, 1e-5), Formulas().rms_norm(x, weight, 1e-5))
+    ours, theirs = kernels.add_rms_norm(x, delta, weight, 1e-6), Formulas().add_rms_norm(x, delta, weight, 1e-6)
+    assert_same(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads_in_a_wider_row(kernels, dtype):
+    """Queries of a fused projection: rows in two dimensions, with a gap after each token."""
+    heads = torch.randn(7, 5, 48).to(dtype)
+    weight = torch.randn(48).to(dtype)
+    assert_same(kernels.rms_norm(heads[:, :3], weight, 1e-5), Formulas().rms_norm(heads[:, :3], weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "half"), [(64, 32), (96, 48), (80, 16), (10, 5), (128, 64)])
+@pytest.mark.parametrize("tokens", (1, 4, 200))
+def test_rotation(kernels, tokens, size, half, dtype):
+    x = torch.randn(tokens, 6, size).to(dtype)[:, 1:5]
+    angles = torch.randn(tokens, 1, half)
+    assert_same(kernels.rotate(x, angles.cos(), angles.sin()), Formulas().rotate(x, angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", (1, 300))
+def test_gated_activation(kernels, rows, size, dtype):
+    x = (torch.randn(rows, 2 * size) * 4).to(dtype)
+    assert_same(kernels.silu_mul(x), Formulas().silu_mul(x))
+
+
+def test_activation_of_extreme_values(kernels):
+    x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 90.0, -90.0, 1e30, torch.nan] + [1.0] * 8])
+    ours, theirs = kernels.silu_mul(x), Formulas().silu_mul(x)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-30, equal_nan=True)
+
+
+def test_no_rows(kernels):
+    assert kernels.silu_mul(torch.empty(0, 8)).shape == (0, 4)
+    assert kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+
+
+def test_other_dtypes_take_the_formulas():
+    assert not fused_for(torch.device("cpu"), torch.float16).is_native
+    assert fused_for(torch.device("cpu"), torch.bfloat16).is_native
