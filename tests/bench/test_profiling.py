@@ -10,7 +10,7 @@ from lab.bench import profiling
 from lab.runner.batch import BatchBuilder
 from lab.settings import CompileSettings, PluginChoice, SchedulerSettings, Settings
 from tests.bench.conftest import Clock
-from tests.rigs import ALPHABET
+from tests.rigs import ALPHABET, COUNT_VOCAB
 
 PROMPTS = [{"prompt": ALPHABET + "AB"}, {"prompt": "XYZab", "sampling": {"max_tokens": 20}}]  # the first one's drafts come true
 SAMPLING = {"temperature": 0.0, "max_tokens": 30}
@@ -105,7 +105,8 @@ def test_the_timeline_nests_and_names_every_step(run, compiled, mode, is_async):
         )
     assert of_steps[0]["name"] == "prefill step" and of_steps[-1]["name"] == "decode step"
     names = {s["name"] for s in tracks["runner"]}
-    assert names >= {"batch", "forward", "plan", "model", "attention write", "attention attend", "lm_head", "sample", "propose"}
+    assert names >= {"batch", "forward", "plan", "model", "attention write", "attention attend", "lm_head", "propose"}
+    assert names & {"sample", "take greedy"}
     assert names >= LAYERS and ("piece 1" in names) == (mode == "piecewise")
     assert sum(s["name"] == "attention attend" for s in tracks["runner"]) == NUM_LAYERS * len(steps)
     assert {s["name"] for s in tracks["engine"]} >= {"engine step", "schedule", "collect", "update", "output", "record"}
@@ -169,3 +170,9 @@ def test_a_step_that_fails_leaves_the_timeline(run, monkeypatch):
     assert outcome.code == 1 and outcome.metrics["num_failed"] == 1
     tracks, _ = slices_of(outcome.folder)
     assert overlapping(tracks["runner"]) == [] and tracks["runner"]
+
+
+def test_sampling_by_chance_reads_the_logits(run):
+    found = run(PROMPTS, profile=True, sampling={"temperature": 0.7, "max_tokens": 20}).metrics["profile"]
+    (sample,) = (part for part in found["parts"] if part["name"] == "sample")
+    assert sample["bytes"] == pytest.approx(found["num_tokens"] * 4 * COUNT_VOCAB)  # float32

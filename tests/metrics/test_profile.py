@@ -133,6 +133,7 @@ def test_the_costs_of_all_parts_come_to_the_floors_of_the_model():
     assert found["attention attend"].bytes == pytest.approx(500 * floor.kv_bytes_per_token, rel=0.01)
     assert found["attention write"].bytes == 2 * floor.kv_bytes_per_token
     assert found["sample"].bytes == 49152 * 4
+    assert "sample" not in costs().of_step(StepShape(1, 1, [1], [500]), reads_logits=False)
 
 
 def test_a_window_bounds_what_attention_reads():
@@ -158,6 +159,14 @@ def test_the_table_sets_each_part_against_the_device():
     assert head["floor_ms"] == pytest.approx(head["bytes"] / 40e9 * 1e3)
     assert "bytes" not in lines["batch"]
     assert found["total"]["floor_ms"] == floor.step_s(2, 30) * 1e3
+
+
+def test_a_step_that_needs_no_logits_moves_none():
+    floor = floors(SimpleNamespace(**SMOL), "bfloat16", FACTS)
+    slices = [ms("take greedy", 9.0, 10.0) if s.name == "sample" else s for s in layout()]
+    found = table([step_of(slices)], LINEARS, EngineTime([]), costs(), floor)
+    (line,) = (line for line in found["parts"] if line["name"] == "sample")
+    assert line["ms"] == 1.0 and "bytes" not in line
 
 
 def test_a_step_whose_operators_seem_misplaced_is_left_out_unless_all_are():
