@@ -57,7 +57,8 @@ class Profile:
         self._num_decode_steps = 0
         self._num_steps_left = LONGEST_RECORDING
         self._shape: StepShape | None = None  # of the step in progress
-        self._shapes: dict[int, StepShape] = {}  # of the steps whose operators were recorded
+        self._recorded: list[int] = []  # the numbers of the steps whose operators were recorded
+        self._shapes: dict[int, StepShape] = {}  # of those that did not fail
         engine.watch(self._watch_engine, self._watch_runner)
         stack.outputs.process = self._watch_engine("output", stack.outputs.process)
 
@@ -81,7 +82,8 @@ class Profile:
         self._engine.on_runner(self._stop)
         path = folder / "trace.json"
         slices = self._runner_track.slices
-        steps = watched_steps(slices, self._recorder.operators(), self._shapes)
+        operators = dict(zip(self._recorded, self._recorder.operators(), strict=True))
+        steps = watched_steps(slices, operators, self._shapes)
         slices += operator_slices(steps, self._linears)
         try:
             self._trace.write(path)
@@ -138,6 +140,7 @@ class Profile:
         """The runner's `execute` with a slice around it, and with its operators recorded where they are wanted."""
 
         def recorded(step: Step) -> StepResult:
+            self._recorded.append(step.index)
             with self._recorder.step():
                 return execute(step)
 

@@ -7,7 +7,7 @@ What the engine's thread does while the runner computes costs nothing and is tol
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,22 +115,18 @@ class EngineTime:
 
 
 def watched_steps(
-    slices: Sequence[Slice], operators: Sequence[Sequence[Timed]], shapes: dict[int, StepShape]
+    slices: Sequence[Slice], operators: Mapping[int, Sequence[Timed]], shapes: Mapping[int, StepShape]
 ) -> list[DecodeStep]:
     """The decode steps whose operators were recorded, in order; one that nothing follows has no known end and is left out.
 
-    `shapes` are theirs by the number of the step, which stands in the slice's args; `operators` are in the same order.
+    `operators` and `shapes` are theirs by the number of the step, which stands in the slice's args.
     """
     roots = nested(slices)
     found = []
-    recorded = iter(operators)
-    for place, node in enumerate(roots):
-        shape = shapes.get(node.slice.args["step"]) if node.slice.args else None
-        if shape is None:
-            continue
-        its_operators = next(recorded)
-        if place + 1 < len(roots):
-            found.append(DecodeStep(node, its_operators, shape, roots[place + 1].slice.begin_ns))
+    for place, node in enumerate(roots[:-1]):
+        number = node.slice.args["step"] if node.slice.args else None
+        if number in shapes:
+            found.append(DecodeStep(node, operators[number], shapes[number], roots[place + 1].slice.begin_ns))
     return found
 
 

@@ -166,10 +166,13 @@ def test_a_step_that_fails_leaves_the_timeline(run, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(BatchBuilder, "build", fail)
-    outcome = run([{"prompt": "ABC"}], profile=True, sampling=SAMPLING)
+    prompts = [{"prompt": "ABC"}, {"prompt": "ABC", "arrival_s": 0.5}]
+    outcome = run(prompts, profile=True, sampling=SAMPLING, clock=Clock())
     assert outcome.code == 1 and outcome.metrics["num_failed"] == 1
     tracks, _ = slices_of(outcome.folder)
-    assert overlapping(tracks["runner"]) == [] and tracks["runner"]
+    assert overlapping(tracks["runner"]) == []
+    found = outcome.metrics["profile"]
+    assert len(found["steps"]) > 20 and {part["name"] for part in found["parts"]} >= LAYERS
 
 
 def test_sampling_by_chance_reads_the_logits(run):

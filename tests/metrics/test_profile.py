@@ -52,7 +52,7 @@ OPERATORS = [
 
 
 def step_of(slices=None, operators=OPERATORS):
-    (step,) = watched_steps(slices or layout(), [operators], {7: SHAPE})
+    (step,) = watched_steps(slices or layout(), {7: operators}, {7: SHAPE})
     return step
 
 
@@ -112,7 +112,7 @@ def test_operators_show_on_the_timeline_inside_the_slices_they_belong_to():
 
 
 def test_a_step_that_nothing_follows_is_left_out():
-    assert watched_steps(layout()[:-1], [OPERATORS], {7: SHAPE}) == []
+    assert watched_steps(layout()[:-1], {7: OPERATORS}, {7: SHAPE}) == []
 
 
 def costs():

@@ -21,7 +21,7 @@ ANSWER_SECONDS = 3.0  # for the server to be reachable at all
 INIT_SECONDS = 20.0
 UPLOAD_SECONDS = 60.0  # at the end of the run; what is left can be sent with `wandb sync`
 SERIES_SECONDS = 1.0  # one point of every series so often
-RUN_FILES = ("config.yaml", "resolved.json", "env.json", "metrics.json", "requests.jsonl", "steps.jsonl")
+RUN_FILES = ("config.yaml", "resolved.json", "env.json", "metrics.json", "requests.jsonl", "steps.jsonl", "trace.json")
 SERIES = ("ms", "num_tokens", "num_requests", "kv_used_blocks", "waiting", "running", "num_drafts", "num_accepted", "preempted")
 
 
