@@ -34,8 +34,9 @@ def profile_text(profile: Mapping[str, Any], disturbance: str | None = None) -> 
 
 def _described(profile: Mapping[str, Any], disturbance: str | None) -> str:
     modes = ", ".join(profile["modes"])
+    requests = "1 request" if profile["num_requests"] == 1 else f"{profile['num_requests']:.3g} requests"
     text = (
-        f"Mean of {len(profile['steps'])} decode steps (mode {modes}) of {profile['num_requests']:.3g} requests with "
+        f"Mean of {len(profile['steps'])} decode steps (mode {modes}) of {requests} with "
         f"{profile['context']:.0f} tokens of context each, against {profile['bandwidth_gb_s']:.1f} GB/s and "
         f"{profile['peak_gflop_s']:.0f} GFLOP/s as measured"
     )

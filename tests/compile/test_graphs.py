@@ -1,6 +1,7 @@
 """Captured graphs without a GPU: a runtime that records on the CPU, and replays only what a captured graph could see."""
 
 import logging
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from lab.compile.dispatch import Dispatcher, settle
 from lab.compile.graphs import DirectForward, GraphStore
 from lab.runner.batch import BatchBuilder
 from lab.runner.buffers import InputBuffers
-from tests.compile.conftest import PROMPTS, generate
+from tests.compile.conftest import NUM_LAYERS, PROMPTS, generate
 
 SIZES = [1, 2, 4, 8]
 
@@ -162,3 +163,23 @@ def test_capturing_says_what_it_does(captured, caplog):
     messages = [record.message for record in caplog.records]
     assert "capturing graph 1 of 4 (piecewise, 8 tokens)" in messages
     assert any(message.startswith("captured 4 graphs in ") for message in messages)
+
+
+@pytest.mark.parametrize("asked", ["piecewise", "full"])
+def test_replays_can_be_watched(captured, eager_tokens, asked):
+    llm, _, runtime = captured(asked, [1, 2, 4, 8, 16, 64, 256])
+    seen = Counter()
+
+    def watch(name, call):
+        def watched(*args, **kwargs):
+            seen[name] += 1
+            return call(*args, **kwargs)
+
+        return watched
+
+    with llm:
+        llm.engine.watch(watch, watch)
+        assert generate(llm)[0] == eager_tokens
+    assert seen["graph"] == runtime.num_replays > 0
+    assert seen["step"] >= seen["forward"] == seen["plan"] > 0
+    assert seen["graph"] == seen["forward"] * (NUM_LAYERS + 1 if asked == "piecewise" else 1)
