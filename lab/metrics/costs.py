@@ -67,15 +67,16 @@ class ModelCosts:
     attention: Sequence[AttentionShape]
     itemsize: int  # of an activation
 
-    def of_step(self, step: StepShape) -> dict[str, Cost]:
-        """The cost of each part that has one."""
+    def of_step(self, step: StepShape, *, reads_logits: bool = True) -> dict[str, Cost]:
+        """The cost of each part that has one. Without `reads_logits` the head itself finds the largest, and none is stored."""
         costs: dict[str, Cost] = {ELEMENTWISE: self._elementwise(step.num_tokens)}
         for linear in self.linears:
             costs[linear.name] = costs.get(linear.name, Cost()) + linear.cost(step.num_tokens, self.itemsize)
         costs[LM_HEAD] = self.lm_head.cost(step.num_logits, self.itemsize)
         costs[WRITE] = Cost(2 * step.num_tokens * sum(layer.kv_bytes_per_token for layer in self.attention))
         costs[ATTEND] = sum((self._attend(layer, step) for layer in self.attention), Cost())
-        costs[SAMPLE] = Cost(step.num_logits * self.model.vocab_size * 4)
+        if reads_logits:
+            costs[SAMPLE] = Cost(step.num_logits * self.model.vocab_size * 4)
         return costs
 
     def _attend(self, layer: AttentionShape, step: StepShape) -> Cost:

@@ -27,10 +27,12 @@ PART_OF = {  # slices on the runner's track
     ATTEND: ATTEND,
     LM_HEAD: LM_HEAD,
     SAMPLE: SAMPLE,
+    "take greedy": SAMPLE,  # which reads no logits
     "propose": "propose",
 }
 ENGINE_PART_OF = {"schedule": "scheduler", "update": "scheduler", "output": "output", "record": "output"}
 IDLE = "idle"
+ATTENTION_OPERATOR = "lab::attention"  # its time is in slices of its own
 ORDER = ("scheduler", "batch", "plan", ELEMENTWISE)  # the parts before the linears; these are the ones after
 ORDER_AFTER = (GRAPHS, WRITE, ATTEND, LM_HEAD, SAMPLE, "propose", "output", OTHER)
 
@@ -89,7 +91,7 @@ class DecodeStep:
 
     def of_model(self) -> list[tuple[Timed, str]]:
         """The operators of the forward pass without attention's, each with the kind of slice it is in."""
-        inside = ((op, _kind(self.node.innermost(op.middle_ns))) for op in self.operators if not op.name.startswith("lab::"))
+        inside = ((op, _kind(self.node.innermost(op.middle_ns))) for op in self.operators if op.name != ATTENTION_OPERATOR)
         return [(op, kind) for op, kind in inside if kind in (MODEL, PIECE)]
 
 
@@ -183,7 +185,8 @@ def table(
     for step in steps:
         ms.update(parts_of(step, linears, engine))
         hidden.update(engine.within(step.node.slice.begin_ns, step.node.slice.end_ns))
-        for name, cost in costs.of_step(step.shape).items():
+        reads_logits = any(node.slice.name == SAMPLE for node in step.node.walk())
+        for name, cost in costs.of_step(step.shape, reads_logits=reads_logits).items():
             spent[name] = spent.get(name, Cost()) + cost
         floor_ms += floors.step_s(step.shape.num_tokens, sum(step.shape.ctx_lens)) * 1e3
     merged = _merged(spent, ms)

@@ -97,7 +97,7 @@ class Runner:
             (self.model, "logits", "lm_head"),
             (self.model, "greedy", "lm_head"),
             (self._sampler, "run", "sample"),
-            (self._sampler, "run_greedy", "sample"),
+            (self._sampler, "run_greedy", "take greedy"),
             (self._drafting, "propose", "propose"),
         ):
             setattr(owner, method, watch(name, getattr(owner, method)))
