@@ -1,6 +1,7 @@
 """Contract checks of weight formats: the product against the weights that the plugin itself reads back."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,6 +132,26 @@ def check_argmax(entry: Entry, options: Any) -> None:
             expected = quant.apply(w, x_TI, spec).float().argmax(-1)
             if found.dtype != torch.int64 or found.tolist() != expected.tolist():
                 raise CheckFailed(f"argmax is not that of apply for {num_tokens} tokens in {dtype}")
+
+
+def check_gated(entry: Entry, options: Any) -> None:
+    """`gated`, where it is offered, is silu(gate) * up of `apply`; a gated layer's `apply` and `dequantize` stay in order."""
+    for dtype in _dtypes(entry):
+        quant = entry.load()(options)
+        spec = replace(_spec(quant, 64, 320, dtype), gated=True)
+        tensors = _random_tensors(quant, spec)
+        w = quant.finish({name: tensor.clone() for name, tensor in tensors.items()}, spec)
+        plain = replace(spec, gated=False)
+        weight_OI = quant.dequantize(quant.finish(tensors, plain), plain)
+        _close(quant.dequantize(w, spec), weight_OI, torch.float32, "a gated layer's weight is not that of a plain one")
+        for num_tokens in NUM_TOKENS:
+            x_TI = _input(num_tokens, spec)
+            _compare(quant, w, x_TI, spec)
+            found = quant.gated(w, x_TI, spec)
+            if found is not None:
+                gate_TF, up_TF = quant.apply(w, x_TI, spec).chunk(2, dim=-1)
+                expected = torch.nn.functional.silu(gate_TF) * up_TF
+                _close(found.float(), expected.float(), dtype, f"gated is not that of apply for {num_tokens} tokens")
 
 
 def check_traceable(entry: Entry, options: Any) -> None:

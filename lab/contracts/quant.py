@@ -23,6 +23,7 @@ class LinearSpec:
     device: "torch.device"
     parts: tuple[tuple[str, int], ...]  # (checkpoint name of the part, its rows); one part when nothing is fused
     bias: bool = False
+    gated: bool = False  # the product is gate and up side by side, of which only silu(gate) * up is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,13 @@ class Quant(ABC):
         It is the id that comparing the whole product would give: entries are compared as `apply` rounds them, the lowest id
         wins among equals, and the first entry that is not a number wins over all. None where the format has no such product;
         the caller then compares what `apply` returns. The layer has no bias.
+        """
+        return None
+
+    def gated(self, w: "dict[str, torch.Tensor]", x_TI: "torch.Tensor", spec: LinearSpec) -> "torch.Tensor | None":
+        """silu(gate) * up (T, O / 2) of a layer whose `spec.gated` is set, without storing what `apply` returns.
+
+        Rounded as if it were computed from that. None where the format has no such product.
         """
         return None
 

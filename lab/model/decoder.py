@@ -30,10 +30,12 @@ class Build:
     fused: Formulas
     max_model_len: int
 
-    def linear(self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False) -> Linear:
+    def linear(
+        self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False, gated: bool = False
+    ) -> Linear:
         """A linear layer known as `name`, whose parts have these checkpoint names and rows."""
         rows = sum(size for _, size in parts)
-        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias)
+        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated)
         return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
 
     def norm(self, name: str, size: int) -> RMSNorm:
@@ -89,12 +91,13 @@ class FeedForward(nn.Module):
             parts = ((f"{at}.gate_up_proj", 2 * inner),)
         else:
             parts = ((f"{at}.gate_proj", inner), (f"{at}.up_proj", inner))
-        self.gate_up_proj = build.linear(f"{at}.gate_up_proj", hidden, parts, bias=bias)
+        self.gate_up_proj = build.linear(f"{at}.gate_up_proj", hidden, parts, bias=bias, gated=not bias)
         self.down_proj = build.linear(f"{at}.down_proj", inner, ((f"{at}.down_proj", hidden),), bias=bias)
         self._silu_mul = build.fused.silu_mul
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden_TD)))
+        gated_TF = self.gate_up_proj.gated(hidden_TD)
+        return self.down_proj(self._silu_mul(self.gate_up_proj(hidden_TD)) if gated_TF is None else gated_TF)
 
 
 class DecoderLayer(nn.Module):

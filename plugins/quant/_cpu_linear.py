@@ -34,6 +34,7 @@ def ready() -> bool:
         )
         return False
     torch.library.register_fake(f"{NAMESPACE}::linear", _linear_fake)
+    torch.library.register_fake(f"{NAMESPACE}::gated", _gated_fake)
     torch.library.register_fake(f"{NAMESPACE}::argmax", _argmax_fake)
     return True
 
@@ -44,6 +45,10 @@ def _linear_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) ->
 
 def _argmax_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], dtype=torch.int64)
+
+
+def _gated_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x_TI.new_empty((x_TI.shape[0], out_features // 2))
 
 
 def serves(weight: torch.Tensor) -> bool:
@@ -77,6 +82,21 @@ def linear(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch
 def argmax(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
     """ids_T (int64): of each row of `linear` the index of the largest entry, as lab.contracts.quant.Quant.argmax says."""
     return torch.ops.lab_linear.argmax(x_TI, packed, out_features)
+
+
+def interleave(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Gate and up, one after the other, as blocks of 16 rows of each in turn: what `gated` multiplies by, once packed."""
+    return weight_OI.view(2, -1, BLOCK, weight_OI.shape[1]).transpose(0, 1).reshape(weight_OI.shape)
+
+
+def deinterleave(weight_OI: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave`."""
+    return weight_OI.view(-1, 2, BLOCK, weight_OI.shape[1]).transpose(0, 1).reshape(weight_OI.shape)
+
+
+def gated(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """silu(gate) * up (T, O / 2) for the packed weight of `interleave`."""
+    return torch.ops.lab_linear.gated(x_TI, packed, out_features)
 
 
 def _group(dtype: torch.dtype) -> int:

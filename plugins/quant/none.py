@@ -59,6 +59,8 @@ class NoQuant(Quant):
     def finish(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> dict[str, torch.Tensor]:
         weight = w["weight"]
         if _cpu_linear.serves(weight):
+            if spec.gated and spec.out_features % (2 * _cpu_linear.BLOCK) == 0:
+                return {"gated_blocks": _cpu_linear.pack(_cpu_linear.interleave(weight))}
             return {"blocks": _cpu_linear.pack(weight)}
         if not _can_pack(weight):
             return {"weight": weight}
@@ -69,6 +71,9 @@ class NoQuant(Quant):
     def apply(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:
             return _cpu_linear.linear(x_TI, w["blocks"], spec.out_features)
+        if "gated_blocks" in w:
+            y_TO = _cpu_linear.linear(x_TI, w["gated_blocks"], spec.out_features)
+            return _cpu_linear.deinterleave(y_TO.t()).t()
         if "handle" in w:
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
@@ -76,8 +81,13 @@ class NoQuant(Quant):
     def argmax(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
         return _cpu_linear.argmax(x_TI, w["blocks"], spec.out_features) if "blocks" in w else None
 
+    def gated(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
+        return _cpu_linear.gated(x_TI, w["gated_blocks"], spec.out_features) if "gated_blocks" in w else None
+
     def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:
             return _cpu_linear.unpack(w["blocks"], spec.out_features, spec.in_features).float()
+        if "gated_blocks" in w:
+            return _cpu_linear.deinterleave(_cpu_linear.unpack(w["gated_blocks"], spec.out_features, spec.in_features)).float()
         weight_OI = w["packed"].to_dense() if "packed" in w else w["weight"]
         return weight_OI.float()

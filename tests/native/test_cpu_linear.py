@@ -105,6 +105,21 @@ def test_a_row_gets_the_same_bits_among_any_number_of_rows_by_tiles():
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("shape", ((64, 32), (100, 96), (576, 3072)), ids=str)
+def test_gated_is_the_activation_of_the_product(ops, shape, dtype):
+    """Gate and up in turns of a block, in both orders of rows and blocks that kernels hand sums over in."""
+    inputs, outputs = shape
+    w_OI = random(outputs, inputs, dtype=dtype)
+    assert torch.equal(_cpu_linear.deinterleave(_cpu_linear.interleave(w_OI)), w_OI)
+    packed = _cpu_linear.pack(_cpu_linear.interleave(w_OI))
+    for rows in (*ROWS, 521):
+        x_TI = random(rows, inputs, dtype=dtype, seed=rows) / 8
+        gate_TF, up_TF = ops.linear(x_TI, _cpu_linear.pack(w_OI), outputs).chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate_TF) * up_TF
+        torch.testing.assert_close(ops.gated(x_TI, packed, outputs), expected, rtol=2 * ERROR[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_argmax_is_that_of_the_product(ops, shape, dtype):
     inputs, outputs = shape

@@ -61,6 +61,10 @@ class Linear(nn.Module):
         """ids_T of the largest output of each row, as Quant.argmax has it; None where that has to be read off the outputs."""
         return None if self.bias is not None else self.quant.argmax(self.weights, x_TI, self.spec)
 
+    def gated(self, x_TI: torch.Tensor) -> torch.Tensor | None:
+        """silu(gate) * up of a layer that was built `gated`; None where its format has no such product."""
+        return self.quant.gated(self.weights, x_TI, self.spec) if self.spec.gated else None
+
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         y_TO = self.quant.apply(self.weights, x_TI, self.spec)
         return y_TO if self.bias is None else y_TO + self.bias

@@ -122,6 +122,25 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_fea
 }
 
 template <typename T>
+void store_gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, at::Tensor& y) {
+  const Linear<T> linear = arguments<T>(x, packed, out_features);
+  run(linear, Division(linear, threads_here()),
+      [&](int64_t) { return lab::Gated<T>(static_cast<T*>(y.mutable_data_ptr()), linear.rows, linear.outputs); });
+}
+
+// `packed` has blocks of gate and up in turn. Returns silu(gate) * up: (T, out_features / 2).
+at::Tensor gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+  check(x, packed, out_features);
+  TORCH_CHECK(out_features % (2 * kLanes) == 0 && out_features == packed.size(0) * kLanes, "gated takes whole pairs of blocks");
+  at::Tensor y = at::detail::empty_cpu({x.size(0), out_features / 2}, x.scalar_type());
+  if (y.numel() == 0) return y;
+  const at::Tensor wide = padded(x, packed.size(1));
+  x.scalar_type() == at::kFloat ? store_gated<float>(wide, packed, out_features, y)
+                                : store_gated<BFloat16>(wide, packed, out_features, y);
+  return y;
+}
+
+template <typename T>
 void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, int64_t* ids) {
   const Linear<T> linear = arguments<T>(x, packed, out_features);
   const Division division(linear, threads_here());
@@ -159,11 +178,13 @@ int64_t set_amx_from_rows(int64_t rows) { return std::exchange(amx_from_rows, ro
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("linear(Tensor x, Tensor packed, int out_features) -> Tensor");
+  library.def("gated(Tensor x, Tensor packed, int out_features) -> Tensor");
   library.def("argmax(Tensor x, Tensor packed, int out_features) -> Tensor");
   library.def("set_amx_from_rows(int rows) -> int", &set_amx_from_rows);
 }
 
 TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
   library.impl("linear", TORCH_FN(linear));
+  library.impl("gated", TORCH_FN(gated));
   library.impl("argmax", TORCH_FN(argmax));
 }

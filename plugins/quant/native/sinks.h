@@ -1,4 +1,4 @@
-// Where sums go: into the output, or into the largest of their row. A kernel hands over each sum once, rows in any order, the
+// Where sums go: into the output, through an activation, or into the largest of their row. A kernel hands over each sum once, rows in any order, the
 // blocks of a row in ascending order.
 #pragma once
 
@@ -7,17 +7,9 @@
 #include <vector>
 
 #include "blocks.h"
+#include "lab/activation.h"
 
 namespace lab {
-
-template <typename T>
-inline Floats rounded(Floats sum) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    return as_floats(__builtin_convertvector(narrow(sum), Words) << 16);
-  } else {
-    return sum;
-  }
-}
 
 // Writes the sums, in the output's dtype.
 template <typename T>
@@ -54,6 +46,39 @@ struct Store {
     return {y + row * outputs + first, outputs, static_cast<__mmask32>(lanes)};
   }
 #endif
+};
+
+// Writes silu(gate) * up, gate and up being the sums of an even block and of the one behind it. All of `outputs` are stored as
+// half as many; they are whole pairs of blocks, and a thread has both blocks of its pairs.
+template <typename T>
+struct Gated {
+  T* y;             // rows of `outputs` / 2
+  int64_t outputs;
+  std::vector<Floats> gates;  // of each row, until its up comes
+
+  Gated(T* y, int64_t num_rows, int64_t outputs) : y(y), outputs(outputs), gates(num_rows) {}
+
+  void combine(int64_t row, int64_t block, Floats gate, Floats up) const {
+    const Floats activated = rounded<T>(silu(rounded<T>(gate)));
+    store(activated * rounded<T>(up), y + row * (outputs / 2) + block / 2 * kLanes, kLanes);
+  }
+
+  void take(int64_t row, int64_t block, Floats sum) {
+    if (block % 2 == 0) {
+      gates[row] = sum;
+    } else {
+      combine(row, block - 1, gates[row], sum);
+    }
+  }
+
+  struct Pair {
+    const Gated& gated;
+    int64_t row, block;
+
+    void take(int64_t from_row, Floats low, Floats high) const { gated.combine(row + from_row, block, low, high); }
+  };
+
+  Pair pair(int64_t row, int64_t block) const { return {*this, row, block}; }
 };
 
 // Keeps the largest sum of each row and the lowest output that has it, the sums rounded to T first. Not a number is larger

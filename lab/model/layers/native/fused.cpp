@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "lab/vectors.h"
+#include "lab/activation.h"
 
 namespace {
 
@@ -17,6 +17,8 @@ using at::Tensor;
 using lab::BFloat16;
 using lab::Floats;
 using lab::kLanes;
+using lab::rounded;
+using lab::silu;
 using lab::Words;
 
 constexpr int64_t kAlone = 16384;  // elements that one thread is done with before another would have begun
@@ -66,46 +68,10 @@ inline void store_lanes(Floats v, BFloat16* to, int64_t lanes) {
   }
 }
 
-// As the value is once it has been stored in T.
-inline Floats rounded(Floats v, const float*) { return v; }
-inline Floats rounded(Floats v, const BFloat16*) {
-  return lab::as_floats(__builtin_convertvector(lab::narrow(v), Words) << 16);
-}
-
 inline float sum_of(Floats v) {
   float sum = 0;
   for (int lane = 0; lane < kLanes; lane++) sum += v[lane];
   return sum;
-}
-
-// e to the power of x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], to about one unit in the last place.
-inline Floats exponential(Floats x) {
-  x = x > 88.0f ? lab::splat(88.0f) : x;
-  x = x < -87.0f ? lab::splat(-87.0f) : x;
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which the low bits then hold
-  const Floats shifted = x * 1.44269504088896341f + kMagic;
-  const Floats n = shifted - kMagic;
-  const Floats r = (x - n * 0.693145751953125f) - n * 1.42860677e-6f;
-  Floats p = lab::splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return lab::as_floats(lab::as_words(p) + (lab::as_words(shifted) << 23));
-}
-
-inline Floats silu(Floats x) {
-  const Floats divisor = exponential(-x) + 1.0f;
-#ifdef __AVX512F__
-  Floats inverse = (Floats)_mm512_rcp14_ps((__m512)divisor);
-  inverse = inverse * (2.0f - divisor * inverse);
-  const Floats y = x * inverse;
-#else
-  const Floats y = x / divisor;
-#endif
-  return x == x ? y : x;
 }
 
 // Rows of up to two leading dimensions, the last one dense.
@@ -144,7 +110,7 @@ void norm_rows(const Tensor& x, const Tensor* delta, const Tensor& weight, doubl
     const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + static_cast<float>(eps));
     T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats v = rounded(load_lanes(from + i, size - i) * scale, to);
+      const Floats v = rounded<T>(load_lanes(from + i, size - i) * scale);
       store_lanes(v * load_lanes(w + i, size - i), to + i, size - i);
     }
   });
@@ -177,7 +143,7 @@ void silu_rows(const Tensor& x, Tensor& y) {
     const T* gate = static_cast<const T*>(x.const_data_ptr()) + row * x.stride(0);
     T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats activated = rounded(silu(load_lanes(gate + i, size - i)), to);
+      const Floats activated = rounded<T>(silu(load_lanes(gate + i, size - i)));
       store_lanes(activated * load_lanes(gate + size + i, size - i), to + i, size - i);
     }
   });

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -64,6 +65,16 @@ inline Halves narrow(Floats f) {
   const Words rounded = (w + 0x7fff + ((w >> 16) & 1)) >> 16;
   return __builtin_convertvector(f == f ? rounded : (w >> 16) | 0x40, Halves);
 #endif
+}
+
+// As a value is once it has been stored in T.
+template <typename T>
+inline Floats rounded(Floats sum) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return as_floats(__builtin_convertvector(narrow(sum), Words) << 16);
+  } else {
+    return sum;
+  }
 }
 
 }  // namespace lab
