@@ -208,8 +208,8 @@ def _linears(model: Decoder) -> Linears:
     for layer in dict(zip(names, layers, strict=True)).values():
         spec = layer.spec
         x_TI = torch.zeros(1, spec.in_features, dtype=spec.dtype, device=spec.device)
-        apply = functools.partial(layer.quant.apply, layer.weights, x_TI, spec)
-        used |= operator_names(spec.device.type, apply)
+        used |= operator_names(spec.device.type, functools.partial(layer.quant.apply, layer.weights, x_TI, spec))
+        used |= operator_names(spec.device.type, functools.partial(layer.gated, x_TI))
     own = {name for name in used if not name.startswith("aten::")}
     return Linears(frozenset(own | (MATRIX_PRODUCTS if used - own else set())), names)
 
