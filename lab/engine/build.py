@@ -90,7 +90,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         device=device.type,
         dtype=_name(dtype),
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=bytes_per_block([b.spec for b in backends]) // settings.cache.block_size,
+        kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={
@@ -136,7 +136,7 @@ def _warm_runner(
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block([b.spec for b in backends]),
+        bytes_per_block(backends),
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,

@@ -1,11 +1,14 @@
 """The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for."""
 
+import logging
 import math
+import mmap
 
-import numpy as np
 import torch
 
 from lab.contracts.attention import Attention, AttentionSpec
+
+log = logging.getLogger("lab")
 
 
 class KVStore:
@@ -22,10 +25,29 @@ class KVStore:
 def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
     if spec.device.type != "cpu":
         return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
-    # torch.zeros writes every page at once; numpy's come from the system untouched, so a pool costs what is used of it
-    return torch.from_numpy(np.zeros(math.prod(shape) * spec.kv_dtype.itemsize, np.uint8)).view(spec.kv_dtype).view(shape)
+    memory = _untouched_memory(math.prod(shape) * spec.kv_dtype.itemsize)
+    return torch.frombuffer(memory, dtype=spec.kv_dtype).view(shape)
 
 
-def bytes_per_block(specs: list[AttentionSpec]) -> int:
-    """Bytes that one block takes over all layers."""
-    return sum(spec.kv_bytes_per_token * spec.block_size for spec in specs)
+def _untouched_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros from the system that cost memory only where they are touched; torch.zeros writes every page at once.
+
+    On Linux in huge pages: a token's keys and values of one layer lie in as many pages as there are KV heads, and with
+    small ones a decode step misses the address cache at each, a prefill waits for the system at each.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:  # a kernel that was built without them
+            log.debug("no huge pages for the KV cache: %s", error)
+    return memory
+
+
+def bytes_per_block(backends: list[Attention]) -> int:
+    """Bytes that one more block takes over all layers, with what the backends' layouts add to keys and values."""
+    return sum(_bytes(b, 2) - _bytes(b, 1) for b in backends)
+
+
+def _bytes(backend: Attention, num_blocks: int) -> int:
+    return math.prod(backend.kv_shape(num_blocks, backend.spec.block_size)) * backend.spec.kv_dtype.itemsize
