@@ -5,9 +5,12 @@ With 4 KiB pages a decode step of a small model touches more pages than the proc
 are first written, so memory that is asked for and not used costs nothing.
 """
 
+import logging
 import mmap
 
 import torch
+
+log = logging.getLogger("lab")
 
 HUGE_PAGE = 2 << 20
 CHUNK = 64 << 20  # taken from the system at a time
@@ -20,7 +23,10 @@ def huge_empty(num_bytes: int) -> torch.Tensor:
     pages = -(-num_bytes // HUGE_PAGE) + 1  # one more, to begin on a page
     mapped = mmap.mmap(-1, pages * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:  # a kernel that was built without them
+            log.debug("no huge pages: %s", error)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + num_bytes]

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from lab import registry
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.kv.store import KVStore
 from lab.metrics import probes
 from lab.runner.batch import BatchBuilder, Share
 from lab.runner.rows import Rows
@@ -95,7 +96,7 @@ def rig(backend: Attention, rows: list[tuple[int, int]], layers: int) -> SimpleN
     table.blocks_RM[:] = np.random.default_rng(0).permutation(len(rows) * per_row).reshape(len(rows), per_row)
     shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(rows)]
     batch = BatchBuilder(table, BLOCK, torch.device("cpu")).build(shares)
-    caches = [torch.zeros(backend.kv_shape(len(rows) * per_row, BLOCK), dtype=torch.bfloat16) for _ in range(layers)]
+    caches = KVStore([backend] * layers, len(rows) * per_row).layers
     for kv in caches:
         kv.normal_()
     q = torch.randn(batch.num_tokens, HEADS, DIM, dtype=torch.bfloat16)

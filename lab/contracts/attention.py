@@ -29,10 +29,6 @@ class AttentionSpec:
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
-
 
 class Attention(ABC):
     """Paged attention over a cache whose layout is the plugin's own.

@@ -2,10 +2,10 @@
 
 import math
 
-import numpy as np
 import torch
 
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.memory import huge_empty
 
 
 class KVStore:
@@ -22,12 +22,13 @@ class KVStore:
 def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
     if spec.device.type != "cpu":
         return torch.zeros(shape, dtype=spec.kv_dtype, device=spec.device)
-    # torch.zeros writes every page at once; numpy's come from the system untouched, so a pool costs what is used of it
-    return torch.from_numpy(np.zeros(math.prod(shape) * spec.kv_dtype.itemsize, np.uint8)).view(spec.kv_dtype).view(shape)
+    # A token's keys and values of one layer lie in as many pages as there are KV heads: with small pages a decode step misses
+    # the address cache at each. The memory comes from the system untouched, so a pool costs what is used of it.
+    return huge_empty(math.prod(shape) * spec.kv_dtype.itemsize).view(spec.kv_dtype).view(shape)
 
 
 def bytes_per_block(backends: list[Attention]) -> int:
-    """Bytes that one more block takes over all layers, with all that the layouts add."""
+    """Bytes that one more block takes over all layers, with what the backends' layouts add to keys and values."""
     return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in backends)
 
 

@@ -60,32 +60,52 @@ auto converter(Type from, Type to) {
   return from == Type::f32 ? convert_from<float>(to) : from == Type::bf16 ? convert_from<at::BFloat16>(to) : convert_from<at::Half>(to);
 }
 
+// A row of bytes, in pieces of a cache line; the compiler's own copy of an unknown length is a call.
+inline void copy_bytes(const char* from, char* to, int64_t bytes) {
+  struct Line { char bytes[64]; };
+  int64_t i = 0;
+  for (; i + 64 <= bytes; i += 64) {
+    Line line;
+    std::memcpy(&line, from + i, 64);
+    std::memcpy(to + i, &line, 64);
+  }
+  if (i < bytes) std::memcpy(to + i, from + i, bytes - i);
+}
+
+constexpr int64_t kWriteBytes = 1 << 17;  // less than this is written before other threads wake up
+
 // k and v [T, K, D], the last dim dense, into kv [P, K, 2, B, DP] at slots [T]; slot -1 is skipped.
 void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slots) {
   const int64_t heads = kv.size(1), block_size = kv.size(3), padded = kv.size(4), dim = k.size(2), tokens = slots.numel();
   TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && kv.is_contiguous(), "flash: keys and values must be dense in the head dim");
   const Type from = type_of(k), to = type_of(kv);
-  const int64_t from_size = k.element_size(), to_size = kv.element_size();
-  const auto copy = converter(from, to);
+  const int64_t from_size = k.element_size(), to_size = kv.element_size(), row_bytes = padded * to_size;
+  const auto convert_row = converter(from, to);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   char* cache = (char*)kv.data_ptr();
-  const auto one = [&](const Tensor& x, int64_t token, int64_t head, char* row) {
-    const char* source = (const char*)x.const_data_ptr() + (token * x.stride(0) + head * x.stride(1)) * from_size;
-    if (from == to) {
-      std::memcpy(row, source, dim * to_size);
-    } else {
-      copy(source, row, dim);
-    }
-    std::memset(row + dim * to_size, 0, (padded - dim) * to_size);
+  struct Source {
+    const char* data;
+    int64_t token_bytes, head_bytes;
   };
-  at::parallel_for(0, tokens, std::max<int64_t>(1, 32768 / (heads * dim * to_size)), [&](int64_t first, int64_t last) {
+  const Source sources[2] = {{(const char*)k.const_data_ptr(), k.stride(0) * from_size, k.stride(1) * from_size},
+                             {(const char*)v.const_data_ptr(), v.stride(0) * from_size, v.stride(1) * from_size}};
+  const int64_t grain = std::max<int64_t>(1, kWriteBytes / (2 * heads * row_bytes));
+  at::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; token++) {
       if (slot[token] < 0) continue;
-      const int64_t block = slot[token] / block_size, offset = slot[token] % block_size;
+      const int64_t block = slot[token] / block_size, offset = slot[token] - block * block_size;
+      char* row = cache + (block * heads * 2 * block_size + offset) * row_bytes;
       for (int64_t head = 0; head < heads; head++) {
-        char* row = cache + (((block * heads + head) * 2) * block_size + offset) * padded * to_size;
-        one(k, token, head, row);
-        one(v, token, head, row + block_size * padded * to_size);
+        for (const Source& source : sources) {
+          const char* values = source.data + token * source.token_bytes + head * source.head_bytes;
+          if (from == to) {
+            copy_bytes(values, row, dim * to_size);
+          } else {
+            convert_row(values, row, dim);
+          }
+          if (dim < padded) std::memset(row + dim * to_size, 0, (padded - dim) * to_size);
+          row += block_size * row_bytes;
+        }
       }
     }
   });

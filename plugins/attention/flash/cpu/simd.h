@@ -71,7 +71,7 @@ INLINE void store_f16(uint16_t* p, vf v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// 2 to the power of x; exact zero for minus infinity. The polynomial is on [0, 1), fitted to the least relative error.
+// 2 to the power of x; exact zero for minus infinity, infinity for what is too large. The polynomial is on [0, 1), fitted to the least relative error.
 // `extra` is added to a result in [1, 2), and scaled with it elsewhere.
 template <bool kRough>
 INLINE vf exp2v(vf x, float extra = 0) {
@@ -97,6 +97,7 @@ INLINE vf exp2v(vf x, float extra = 0) {
 
 #if FLASH_WIDTH == 8
 INLINE vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf floorv(vf a) { return _mm256_floor_ps(a); }
 INLINE vf load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void store_f16(uint16_t* p, vf v) {
@@ -104,6 +105,7 @@ INLINE void store_f16(uint16_t* p, vf v) {
 }
 #else
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 INLINE vf floorv(vf a) {
   const vf whole = __builtin_convertvector(__builtin_convertvector(a, vi), vf);
   return whole > a ? whole - 1.0f : whole;
@@ -127,7 +129,7 @@ INLINE void store_f16(uint16_t* p, vf v) {
 
 template <bool kRough>
 INLINE vf exp2v(vf x, float extra = 0) {
-  const vf bounded = vmax(x, fill(-126.0f));
+  const vf bounded = vmin(vmax(x, fill(-126.0f)), fill(128.0f));
   const vf whole = floorv(bounded);
   const vf r = bounded - whole;
   vf p = fill(0.0018775765784084797f);

@@ -370,7 +370,7 @@ struct Tiles {
   // Two keys' values side by side: [pair, DP] words, or for matrix tiles [16 pairs, 16 dims] turned over and one after another.
   void pack_values(const KeyTile<N>& tile, float* values) {
 #if FLASH_WIDTH == 16
-    for (int g = 0; g < tile.groups; g++) {
+    for (int g = 0; g < (tile.groups + 1) / 2 * 2; g++) {
       for (int i = 0; i < kGroup; i += 2) {
         const int pair = (g * kGroup + i) / 2;
         pack_pair(tile.v[g] + i * dim, N::kTiles ? rows + pair % W * dim : values + pair * dim);
