@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(verb.help_text())
             return 0
         module, _, function = verb.target.partition(":")
-        return getattr(importlib.import_module(module), function)(arguments)
+        code = getattr(importlib.import_module(module), function)(arguments)
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return code
     except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2

@@ -37,8 +37,9 @@ from triton.backends.compiler import GPUTarget
 from lab import registry
 from lab.compile.pieces import Graph, split_at_attention, with_graph
 from lab.compile.units import compile_piece, inductor_session
+from lab.model import load
 from lab.model.config import read_config
-from lab.model.load import load_model
+from lab.model.layers.fused import Formulas
 
 CUDA = torch.device("cuda", 0)
 SMS = {80: 108, 90: 132}
@@ -145,11 +146,12 @@ def main(folder: Path, capability: int) -> None:
     registry.discover()
     plain = sys.modules[registry.get("quant", "none").load().__module__]
     plain._can_pack, plain._cpu_linear.serves = (lambda *_: False), (lambda *_: False)  # weights as they are on a GPU
+    load.fused_for = lambda *_: Formulas()
     quant, moe = (
         entry.load()(entry.make_options({})) for entry in (registry.get("quant", "none"), registry.get("moe", "none"))
     )
     config, device = read_config(folder), torch.device("cpu")
-    model = load_model(
+    model = load.load_model(
         folder, config, dtype=torch.bfloat16, device=device, load_format="dummy", quant=quant, moe=moe, max_model_len=512
     )
     pretend_gpu(capability)
