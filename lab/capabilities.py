@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lab import native
-from lab.errors import UserError
+from lab.errors import UserError, unknown
 
 API_VERSION = 1
 GRAPH_SUPPORT = ("never", "decode", "uniform", "any")  # each includes those before it
+FEATURES = (  # what runs may ask of a plugin
+    *("gqa", "sliding_window", "softcap", "sinks", "spec_verify", "mla", "lse", "cascade"),
+    *("moe", "tensor_parallel", "expert_parallel"),
+)
 TOOLS = {"cxx": native.available}  # each says why it is lacking, or None
 
 
@@ -26,7 +30,7 @@ class Capabilities:
     kv_dtypes: frozenset[str] = frozenset()
     head_dims: frozenset[int] = frozenset()
     block_multiple: int = 1  # block sizes must be a multiple of it
-    features: frozenset[str] = frozenset()  # e.g. gqa, sliding_window, softcap, spec_verify, mla, lse, tensor_parallel, moe
+    features: frozenset[str] = frozenset()  # of FEATURES
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
     packages: tuple[str, ...] = ()  # importable names that must be installed; "cuda:triton" on that device alone
     requires: frozenset[str] = frozenset()  # tools of the machine: cxx, a C++ compiler
@@ -40,6 +44,8 @@ class Capabilities:
             object.__setattr__(self, name, frozenset(getattr(self, name)))
         if strange := sorted(self.requires - TOOLS.keys()):
             raise ValueError(f"capabilities: requires takes {', '.join(TOOLS)}; got {', '.join(strange)}")
+        if strange := sorted(self.features - set(FEATURES)):
+            raise ValueError(f"capabilities: {unknown('feature', strange[0], FEATURES)}")
         if self.graph not in GRAPH_SUPPORT:
             raise ValueError(f"capabilities: graph must be one of {', '.join(GRAPH_SUPPORT)}; got {self.graph!r}")
 

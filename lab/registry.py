@@ -198,7 +198,8 @@ def get(kind: str, name: str) -> Entry:
     if kind not in KINDS:
         raise unknown("kind of plugin", kind, KINDS)
     if (kind, name) not in _entries:
-        raise unknown(f"{kind} plugin", name, [e.name for e in entries(kind)])
+        error = unknown(f"{kind} plugin", name, [e.name for e in entries(kind)])
+        raise UserError(f"{error}\nOne of your own is found by --plugins=FOLDER or {PATH_VARIABLE}.")
     return _entries[kind, name]
 
 

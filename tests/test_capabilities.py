@@ -40,6 +40,11 @@ def test_each_unmet_need_is_a_reason(needs, reason):
     assert unmet(LIMITED, needs) == [reason]
 
 
+def test_a_feature_that_no_run_asks_for_is_a_slip():
+    with pytest.raises(ValueError, match="no feature named 'softcapp'. Did you mean 'softcap'"):
+        Capabilities(features={"softcapp"})
+
+
 def test_reasons_are_collected_not_only_the_first():
     assert len(unmet(LIMITED, Needs(device="cpu", dtype="float32", head_dim=72, features=frozenset({"a", "b"})))) == 5
 

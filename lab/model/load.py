@@ -76,7 +76,8 @@ def load_model(
     finally:
         checkpoint.close()
     seconds, size = time.perf_counter() - started, weights_bytes(model) / 2**20
-    log.info("loaded %s: %.0f MiB of weights in %.1f s", folder, size, seconds)
+    what = "random weights (model.load_format=dummy)" if load_format == "dummy" else "weights"
+    log.info("loaded %s: %.0f MiB of %s in %.1f s", folder, size, what, seconds)
     return model.eval()
 
 
