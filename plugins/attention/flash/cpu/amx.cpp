@@ -31,7 +31,7 @@ struct Amx : Bf16 {
 
   // Keys of two groups as left tiles straight from the cache, packed queries as right tiles.
   template <int NV>
-  static INLINE void scores(const uint16_t* const* k, int dim, const float* queries) {
+  static INLINE void scores(const uint16_t* const* k, int dim, const float* queries, float* to) {
     constexpr int L = NV * W;
     settle();
     zero<NV>();
@@ -40,20 +40,22 @@ struct Amx : Bf16 {
       _tile_loadd(5, k[1] + d, dim * 2);
       multiply<NV>(queries + d / 2 * L);
     }
+    store_sums<NV>(to);
   }
 
   // Outputs of 32 dims: turned values as left tiles, weights as right tiles. `stride`: floats from a chunk's values to the next's.
   template <int NV>
-  static INLINE void add_values(const float* values, int stride, int chunks, const float* weights, const float* into) {
+  static INLINE void add_values(const float* values, int stride, int chunks, const float* weights, float* into) {
     constexpr int L = NV * W;
     settle();
-    load_sums<NV>(into, into + W * L);
+    load_sums<NV>(into);
     for (int chunk = 0; chunk < chunks; chunk++) {
       const float* tile = values + chunk * stride;
       _tile_loadd(4, tile, 64);
       _tile_loadd(5, tile + W * W, 64);
       multiply<NV>(weights + chunk * W * L);
     }
+    store_sums<NV>(into);
   }
 
   template <int NV>
@@ -79,7 +81,8 @@ struct Amx : Bf16 {
   }
 
   template <int NV>
-  static INLINE void load_sums(const float* upper, const float* lower) {
+  static INLINE void load_sums(const float* upper) {
+    const float* lower = upper + NV * W * W;
     _tile_loadd(0, upper, NV * 64);
     _tile_loadd(2, lower, NV * 64);
     if constexpr (NV == 2) {

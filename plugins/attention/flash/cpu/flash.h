@@ -12,12 +12,12 @@ namespace flash {
 
 enum class Type : int { f32, bf16, f16 };
 
-constexpr int kTile = 128;       // keys of one tile of the online softmax
+constexpr int kTile = 64;        // keys of one tile of the online softmax
 constexpr int kGroup = 16;       // keys that are read through one base pointer
 constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
 constexpr int kMaxDim = 256;
-constexpr int kMaxLanes = 1536;  // query vectors of one item: tokens times the query heads of a KV head
+constexpr int kMaxLanes = 768;   // query vectors of one item: tokens times the query heads of a KV head
 
 struct Call {
   const void* q;       // [T, N, D], the last dim dense

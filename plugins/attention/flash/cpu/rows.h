@@ -185,14 +185,15 @@ struct Keys {
   }
 
   // Ask for the keys and values that lie kAhead after group g of the tile at hand, in the next item when this one ends before:
-  // memory answers in the time that some groups take.
+  // memory answers in the time that some groups take. An item that is shorter than that asks for the next one's, group by group.
   INLINE void prefetch(int start, int g) const {
     constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
-    int p = start + kAhead + g * kGroup;
+    const int end = (item.key_last + kGroup - 1) / kGroup * kGroup;
+    int p = start + g * kGroup + std::min(kAhead, end - first());
     const Item* of = &item;
-    if (p >= item.key_last) {
+    if (p >= end) {
       if (!next) return;
-      p = next->key_first + (p - item.key_last) / kGroup * kGroup;
+      p = next->key_first / kGroup * kGroup + p - end;
       if (p >= next->key_last) return;
       of = next;
     }

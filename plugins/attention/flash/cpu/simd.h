@@ -202,6 +202,10 @@ INLINE vf sums(vf (&r)[W]) {
   return r[0];
 }
 
+#if FLASH_WIDTH == 16
+INLINE float max_of(vf v) { return _mm512_reduce_max_ps(v); }
+INLINE float sum_of(vf v) { return _mm512_reduce_add_ps(v); }
+#else
 INLINE float max_of(vf v) {
   float m = v[0];
   for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
@@ -212,6 +216,7 @@ INLINE float sum_of(vf v) {
   for (int i = 0; i < W; i++) s += v[i];
   return s;
 }
+#endif
 
 // Whether any lane of a comparison is true.
 INLINE bool any(vi x) {

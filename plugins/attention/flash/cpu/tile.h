@@ -40,7 +40,7 @@ INLINE void multiply(const int32_t* a, int64_t a_row, int64_t a_word, int words,
 
 // The work is a stream of units: a tile of keys against one group of lanes. While a unit's scores become weights, the matrix
 // products of its neighbours are under way, since they wait for nothing of it: scores of the next chunk of keys, and the values
-// of the unit before. Matrix units then work beside the vector units, and no tile is loaded that was stored just before.
+// of the unit before. No tile is then loaded that was stored just before.
 template <class N, int NV>
 struct Tiles {
   typedef typename N::Element Element;
@@ -166,17 +166,11 @@ struct Tiles {
     if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
   }
 
-  // Matrix tiles keep the sums until they are asked for.
   INLINE void score(const Unit& unit, int chunk, float* to) {
-    start_score(unit, chunk, to);
-    finish_score(to);
-  }
-
-  INLINE void start_score(const Unit& unit, int chunk, float* to) {
     const float* queries = q + unit.group * words * L;
     const Element* const* k = unit.tile->k + 2 * chunk;
     if constexpr (N::kTiles) {
-      N::template scores<NV>(k, dim, queries);
+      N::template scores<NV>(k, dim, queries, to);
     } else {
       for (int g = 0; g < 2; g++) {
         multiply<N, NV>((const int32_t*)k[g], words, 1, words, queries, to + g * kGroup * L, kGroup, false);
@@ -184,22 +178,9 @@ struct Tiles {
     }
   }
 
-  INLINE void finish_score(float* to) {
-    if constexpr (N::kTiles) N::template store_sums<NV>(to);
-  }
-
   static constexpr int kDims = 32;  // dims of outputs that are worked on together
 
   INLINE void add_values(const Unit& unit, int d) {
-    start_values(unit, d);
-    finish_values(unit, d);
-  }
-
-  INLINE void finish_values(const Unit& unit, int d) {
-    if constexpr (N::kTiles) N::template store_sums<NV>(o + (unit.group * dim + d) * L);
-  }
-
-  INLINE void start_values(const Unit& unit, int d) {
     float* into = o + (unit.group * dim + d) * L;
     if constexpr (N::kTiles) {
       N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into);
@@ -224,16 +205,9 @@ struct Tiles {
       float* at_hand = scores[0];
       std::swap(scores[0], scores[1]);
       const bool last = chunk + 1 == unit.chunks;
-      if (!last || after) start_score(last ? *after : unit, last ? 0 : chunk + 1, scores[0]);
-      prepare(unit, chunk, at_hand);
-      weigh(unit, chunk, 0, at_hand);
-      if (!last || after) finish_score(scores[0]);
-      const int parts = num_parts * (chunk + 1) / unit.chunks;
-      for (; done + 1 < parts; done++) add_values(before, done * kDims);
-      const bool some = done < parts;
-      if (some) start_values(before, done * kDims);
-      weigh(unit, chunk, kGroup, at_hand);
-      if (some) finish_values(before, done++ * kDims);
+      if (!last || after) score(last ? *after : unit, last ? 0 : chunk + 1, scores[0]);
+      for (; done * unit.chunks < num_parts * (chunk + 1); done++) add_values(before, done * kDims);
+      weigh(unit, chunk, at_hand);
     }
     bool beyond = false;
 #pragma GCC unroll 2
@@ -286,9 +260,7 @@ struct Tiles {
     }
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
       score(unit, chunk, scores[2]);
-      prepare(unit, chunk, scores[2]);
-      weigh(unit, chunk, 0, scores[2]);
-      weigh(unit, chunk, kGroup, scores[2]);
+      weigh(unit, chunk, scores[2]);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
@@ -322,16 +294,16 @@ struct Tiles {
     }
   }
 
-  // 2 to the power of a group's scores, stored as the second product takes them, and added to the unit's sums.
-  INLINE void weigh(Unit& unit, int chunk, int key, const float* scores) {
-    const float* s = scores + key * L;
+  // 2 to the power of a chunk's scores, stored as the second product takes them, and added to the unit's sums.
+  INLINE void weigh(Unit& unit, int chunk, float* s) {
+    prepare(unit, chunk, s);
     const float by = factor();
-    float* to = unit.weights + (chunk * kChunk + key) / N::kPerWord * L;
+    float* to = unit.weights + chunk * kChunk / N::kPerWord * L;
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
       const vf highest = load(maximum + unit.group * L + v * W);
       vf added = unit.sum[v];
-      for (int k = 0; k < kGroup; k += 2) {
+      for (int k = 0; k < kChunk; k += 2) {
         const vf x = N::power(load(s + k * L + v * W) * by - highest);
         const vf y = N::power(load(s + (k + 1) * L + v * W) * by - highest);
         if constexpr (N::kPerWord == 1) {
