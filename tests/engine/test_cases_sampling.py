@@ -38,6 +38,7 @@ def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(folder, is_asyn
         alone = llm.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
         for name, (prompts, params, index) in batches.items():
             assert llm.generate(prompts, params)[index].outputs[0].token_ids == alone, name
+        assert (llm.metrics()["draft_tokens"] > 0) == bool(drafter)
     with open_llm(folder, *overrides, "debug.preempt_every=3") as llm:
         outputs = llm.generate([OTHER, PROMPT, OTHER], [unseeded(), SEEDED, unseeded()])
         assert outputs[1].outputs[0].token_ids == alone
