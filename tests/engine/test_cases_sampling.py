@@ -118,6 +118,7 @@ def test_tiny_temperatures_are_greedy_in_every_dtype_and_poison_no_neighbour(ste
     with open_llm(steep, f"model.dtype={dtype}") as llm:
         found, beside_warm = batch(llm, cold), batch(llm, [1.0] * len(cold))
     for sample in found:
+        assert (len(sample.token_ids), len(sample.logprobs), sample.finish_reason) == (6, 6, "length")
         for position in sample.logprobs:
             assert len(position) == 16 and all(math.isfinite(entry.logprob) for entry in position.values())
             total = math.fsum(math.exp(entry.logprob) for entry in position.values())
