@@ -29,7 +29,8 @@ def prompt_of(ids):
     return {"prompt_token_ids": list(ids)}
 
 
-REPEATING = {8: [*range(20, 26), 20, 21], 15: [*range(10, 19), *range(10, 16)]}  # what comes next stood in the text before
+REPEATING = [*range(10, 19), *range(10, 16)], [*range(20, 26), 20, 21]  # of 15 and 8 tokens: what comes stood there before
+AT_THE_END = [25, 26, 27, 28, 29, 30, 19, 20]  # goes on to 25, 26, and then drafts are right that reach over 16 tokens
 
 
 @pytest.mark.parametrize("is_async", ["true", "false"])
@@ -37,9 +38,10 @@ REPEATING = {8: [*range(20, 26), 20, 21], 15: [*range(10, 19), *range(10, 16)]} 
 def test_the_context_limit_is_exact(count, drafter, is_async):
     overrides = ["model.max_model_len=16", f"scheduler.async_scheduling={is_async}", *drafter]
     with open_llm(count, *overrides) as llm:
-        for num_prompt, max_tokens, num_output in ((15, 5, 1), (8, 9, 8), (8, None, 8)):
+        fifteen, eight = REPEATING
+        trials = [(fifteen, 5, 1), (eight, 9, 8), (eight, None, 8), (AT_THE_END, 9, 8), (AT_THE_END, None, 8)]
+        for prompt, max_tokens, num_output in trials:
             before = llm.metrics()["draft_tokens"]
-            prompt = REPEATING[num_prompt]
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
             out = llm.generate(prompt_of(prompt), params)[0].outputs[0]
             assert out.token_ids == [(prompt[-1] + k) % 64 for k in range(1, num_output + 1)]
