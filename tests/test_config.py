@@ -185,6 +185,8 @@ class TestMistakes:
             (["sampling.temprature=1"], "sampling: no parameter named 'temprature'. Did you mean 'temperature'?"),
             (["sampling.temperature=-1"], "sampling: temperature must be"),
             (["sampling.bad_words_ids=[[1]]"], "sampling: no parameter named 'bad_words_ids'."),
+            (["goodput=ttft500"], "goodput must be a mapping; got 'ttft500'."),
+            (["goodput.ttft=abc"], "goodput.ttft must be a number; got 'abc'."),
             (["goodput.tft=1"], "no limit of goodput named 'tft'. Did you mean 'ttft'?"),
             (["attention={name: sdpa}"], "attention takes a name; give the rest one by one: attention.NAME=VALUE."),
             (["tracking.wandb.name=12"], "tracking.wandb.name must be text or null; got 12. To give it as text, quote"),

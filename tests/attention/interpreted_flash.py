@@ -4,7 +4,6 @@ Float32 and float16 alone: the interpreter computes wrongly in bfloat16.
 """
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -104,19 +103,8 @@ def test_padding_tokens(rows, num_splits):
 def test_padding_rows(num_splits):
     """As a captured graph has them: rows of no tokens and no context, and padding tokens behind the real ones."""
     for rows in (DECODES, MIXED[1:]):
-        case = Case(rows, num_padding=3, head_dim=16)
-        trial = _Trial(case, CPU, seed=0)
-        batch, num_rows = trial.batch, len(rows)
-        trial.batch = replace(
-            batch,
-            q_start_R1=torch.nn.functional.pad(batch.q_start_R1[None], (0, 4), mode="replicate")[0],
-            ctx_len_R=torch.nn.functional.pad(batch.ctx_len_R, (0, 4)),
-            blocks_RM=torch.nn.functional.pad(batch.blocks_RM, (0, 0, 0, 4)),
-        )
-        backend = Interpreted(Flash.Options(num_splits=num_splits), _spec(case, CPU))
-        plan = backend.plan(trial.batch)
-        assert plan.num_rows == num_rows + 4
-        trial.run(backend, None)
+        plan = compare(Case(rows, num_padding=3, num_padding_rows=4, head_dim=16), num_splits)
+        assert plan.num_rows == len(rows) + 4
 
 
 def test_a_plan_serves_every_batch_of_its_shape():

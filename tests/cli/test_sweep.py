@@ -35,6 +35,8 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     ]
     assert "2 ok, 2 failed" in outcome.out and str(folder) in outcome.out
     assert "[2/4] scheduler.policy=raising ... failed:" in outcome.out
+    printed = {line.split()[0]: line for line in outcome.out.split("\npoint ")[1].splitlines()[1:5]}  # the rows of the table
+    assert printed["2"].endswith(rows[1]["reason"]) and printed["3"].endswith(rows[2]["reason"])
     assert rows[1]["exit_code"] == 1 and "no key today" in rows[1]["reason"]
     assert "Traceback" in (folder / rows[1]["folder"] / "console.txt").read_text()
     assert rows[2]["exit_code"] == 2 and rows[2]["reason"].startswith("no policy plugin named 'nothing'")

@@ -53,6 +53,16 @@ class LeavesPaddingUnwritten(Eager):
         super().attend(q_TNH[:last], kv, plan, out_TNH[:last])
 
 
+class ReadsForPaddingRows(Eager):
+    """As a graph's kernel that takes every row to have a context: the last padding row's token sees block 0."""
+
+    def attend(self, q_TNH, kv, plan, out_TNH):
+        super().attend(q_TNH, kv, plan, out_TNH)
+        if len(plan.blocks_RM) > len(plan.ctx_len):
+            k_SKH, v_SKH = self._gather(kv, plan.blocks_RM[-1], 1)
+            out_TNH[-1:] = self._attend_row(q_TNH[-1:], k_SKH, v_SKH)
+
+
 class NotCausal(Eager):
     def _attend_row(self, q_QNH, k_SKH, v_SKH):
         return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
@@ -74,6 +84,7 @@ FAULTS = [
     (WrongScale, "check_fresh_prefill"),
     (PaddingIntoLastBlock, "check_padding"),
     (LeavesPaddingUnwritten, "check_padding"),
+    (ReadsForPaddingRows, "check_padding"),
     (NotCausal, "check_chunk_after_prefix"),
     (ForgetsWindow, "check_sliding_window"),
     (SwapsKeyAndValue, "check_layout_agrees_with_write"),

@@ -1,11 +1,17 @@
 """The prefix cache from outside: whole-block hits, no stale logits, honest counters."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from lab import SamplingParams
 from tests import rigs
 from tests.engine.models import open_llm
 from tests.golden.oracle import greedy
+from tests.test_rules import ROOT
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
 
@@ -66,3 +72,32 @@ def test_a_salt_keeps_caches_apart(folder):
         for salt in (None, "a", "b", "a", None):
             hits.append(llm.generate({"prompt_token_ids": ids(33), "cache_salt": salt}, PARAMS)[0].num_cached_tokens)
     assert hits == [0, 0, 0, 32, 32]
+
+
+DIGESTS = """
+import json, sys
+from pathlib import Path
+from lab import SamplingParams
+from tests.engine.models import open_llm
+
+with open_llm(Path(sys.argv[1]), "cache.block_size=16") as llm:
+    for salt in (None, "salt"):
+        prompt = {"prompt_token_ids": list(range(48)), "cache_salt": salt}
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+    print(json.dumps([digest.hex() for digest in llm.engine.blocks._cached]))
+"""
+
+
+def test_engines_of_two_processes_give_blocks_the_same_identity(folder):
+    """Nothing that goes into a digest depends on the process: neither the hash seed nor what the engine adds of its own."""
+    command = [sys.executable, "-c", DIGESTS, str(folder)]
+    runs = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        runs.append(subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes))
+    outputs = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert first == second
+    assert len(set(first)) == 6  # three blocks, with the salt and without

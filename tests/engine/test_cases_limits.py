@@ -29,17 +29,25 @@ def prompt_of(ids):
     return {"prompt_token_ids": list(ids)}
 
 
+REPEATING = [*range(10, 19), *range(10, 16)], [*range(20, 26), 20, 21]  # of 15 and 8 tokens: what comes stood there before
+AT_THE_END = [25, 26, 27, 28, 29, 30, 19, 20]  # goes on to 25, 26, and then drafts are right that reach over 16 tokens
+
+
 @pytest.mark.parametrize("is_async", ["true", "false"])
 @pytest.mark.parametrize("drafter", [[], NGRAM], ids=["no drafts", "ngram"])
 def test_the_context_limit_is_exact(count, drafter, is_async):
     overrides = ["model.max_model_len=16", f"scheduler.async_scheduling={is_async}", *drafter]
     with open_llm(count, *overrides) as llm:
-        for num_prompt, max_tokens, num_output in ((15, 5, 1), (8, 9, 8), (8, None, 8)):
-            prompt = [i % 4 for i in range(num_prompt)]
+        fifteen, eight = REPEATING
+        trials = [(fifteen, 5, 1), (eight, 9, 8), (eight, None, 8), (AT_THE_END, 9, 8), (AT_THE_END, None, 8)]
+        for prompt, max_tokens, num_output in trials:
+            before = llm.metrics()["draft_tokens"]
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
             out = llm.generate(prompt_of(prompt), params)[0].outputs[0]
             assert out.token_ids == [(prompt[-1] + k) % 64 for k in range(1, num_output + 1)]
             assert out.finish_reason == "length"
+            has_drafts = bool(drafter) and num_output > 1  # the one token that has room leaves none for a draft
+            assert (llm.metrics()["draft_tokens"] > before) == has_drafts
         for num_prompt in (16, 17):
             with pytest.raises(UserError, match=f"the prompt has {num_prompt} tokens; the context limit is 16"):
                 llm.generate(prompt_of(range(num_prompt)), SamplingParams(max_tokens=5))
@@ -68,14 +76,24 @@ HISTORY = [
 @pytest.mark.parametrize("is_async", ["true", "false"])
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["scheduler.max_num_batched_tokens=1"], ["debug.preempt_every=3"], NGRAM, [*NGRAM, "debug.preempt_every=3"]],
-    ids=["plain", "budget 1", "preempted", "ngram", "ngram and preempted"],
+    [
+        [],
+        ["scheduler.max_num_batched_tokens=1"],
+        ["scheduler.max_num_batched_tokens=2"],
+        ["debug.preempt_every=3"],
+        NGRAM,
+        [*NGRAM, "debug.preempt_every=3"],
+    ],
+    ids=["plain", "budget 1", "budget 2", "preempted", "ngram", "ngram and preempted"],
 )
 def test_penalties_see_the_whole_history(echo, overrides, is_async):
     with open_llm(echo, *overrides, f"scheduler.async_scheduling={is_async}") as llm:
         for values, right in HISTORY:
             out = llm.generate(prompt_of([7]), SamplingParams(temperature=0.0, **values))[0].outputs[0]
             assert out.token_ids == right
+        # 9 counts as repeated: it is the first token of a prompt that small budgets cut into chunks
+        repetition = SamplingParams(temperature=0.0, **HISTORY[2][0])
+        assert llm.generate(prompt_of([9, 20, 21, 22, 7]), repetition)[0].outputs[0].token_ids == [7, 7, 7, 7]
         frequency, right = HISTORY[0]
         found = llm.generate([prompt_of([7, 7, 7])] * 2, SamplingParams(temperature=0.0, **frequency))
         assert [output.outputs[0].token_ids for output in found] == [right, right]
@@ -121,6 +139,7 @@ def test_preempted_requests_go_on_where_they_were(mix, solo, is_async):
 
     found, metrics = run(streams())
     assert metrics["kv"]["used_blocks"] == 0
+    assert (metrics["prompt_tokens"], metrics["output_tokens"]) == (69, 240)  # what is computed again is not counted again
     num_preemptions = []
     for prompt, right, deltas in zip(PREEMPTED, solo, found, strict=True):
         parts = [delta.outputs[0] for delta in deltas]

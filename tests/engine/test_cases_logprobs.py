@@ -91,3 +91,19 @@ def test_logprobs_are_the_targets_one_for_each_token(count, drafter, is_async):
         assert position[token] is first
         assert (first.rank, first.logprob, second.rank, second.logprob) == (1, NEXT, 2, OTHER)
     assert out.cumulative_logprob == pytest.approx(10 * rigs.COUNT_LOGPROB_NEXT, abs=1e-3)
+
+
+def test_logprobs_of_prompt_and_output_are_one_sequence(count):
+    """No token is missing or twice where the prompt ends and the output begins."""
+    with open_llm(count) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, prompt_logprobs=1)
+        output = llm.generate("ABC", params)[0]
+    sample = output.outputs[0]
+    assert output.prompt_logprobs[0] is None
+    tokens = output.prompt_token_ids + sample.token_ids
+    entries = [None] + [
+        position[token] for position, token in zip(output.prompt_logprobs[1:] + sample.logprobs, tokens[1:], strict=True)
+    ]
+    assert output.prompt + sample.text == "ABCDEF"
+    assert [entry.decoded_token for entry in entries[1:]] == list("BCDEF")
+    assert [entry and entry.logprob for entry in entries] == [None] + [NEXT] * 5

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lab import SamplingParams
 from tests import rigs
@@ -38,6 +39,7 @@ def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(folder, is_asyn
         alone = llm.generate(PROMPT, SEEDED)[0].outputs[0].token_ids
         for name, (prompts, params, index) in batches.items():
             assert llm.generate(prompts, params)[index].outputs[0].token_ids == alone, name
+        assert (llm.metrics()["draft_tokens"] > 0) == bool(drafter)
     with open_llm(folder, *overrides, "debug.preempt_every=3") as llm:
         outputs = llm.generate([OTHER, PROMPT, OTHER], [unseeded(), SEEDED, unseeded()])
         assert outputs[1].outputs[0].token_ids == alone
@@ -88,3 +90,44 @@ def test_samples_share_the_blocks_of_their_prompt(folder):
     with open_llm(folder, "cache.block_size=16") as llm:
         llm.generate(prompt, SamplingParams(n=8, seed=1, max_tokens=4))
         assert llm.metrics()["kv"]["peak_used_blocks"] <= 2 + 8 * 2  # two full blocks once, and each its own end
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory):
+    """16 tokens with logits so large that, over a tiny temperature, float16 has no number for them."""
+    folder = rigs.mix(tmp_path_factory.mktemp("steep"), vocab_size=16)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_tiny_temperatures_are_greedy_in_every_dtype_and_poison_no_neighbour(steep, dtype):
+    prompt = {"prompt_token_ids": [7, 8, 9]}
+    cold = (1e-4, 1e-6, 1e-40, 0.0)
+
+    def batch(llm, temperatures):
+        """One row of each temperature, one that may choose between two tokens only, and four at temperature 1."""
+        rows = [{"temperature": t, "seed": i} for i, t in enumerate(temperatures)]
+        rows.append({"temperature": 0.0, "allowed_token_ids": [3, 4]})
+        rows += [{"temperature": 1.0, "seed": 10 + i} for i in range(4)]
+        params = [SamplingParams(max_tokens=6, logprobs=16, **row) for row in rows]
+        return [output.outputs[0] for output in llm.generate([prompt] * len(params), params)]
+
+    with open_llm(steep, f"model.dtype={dtype}") as llm:
+        found, beside_warm = batch(llm, cold), batch(llm, [1.0] * len(cold))
+    for sample in found:
+        assert (len(sample.token_ids), len(sample.logprobs), sample.finish_reason) == (6, 6, "length")
+        for position in sample.logprobs:
+            assert len(position) == 16 and all(math.isfinite(entry.logprob) for entry in position.values())
+            total = math.fsum(math.exp(entry.logprob) for entry in position.values())
+            assert total == pytest.approx(1.0, abs=1e-5)  # as float32 has it
+    for sample in found[: len(cold)]:
+        for token, position in zip(sample.token_ids, sample.logprobs, strict=True):
+            assert position[token].logprob == max(entry.logprob for entry in position.values())
+    allowed, *warm = found[len(cold) :]
+    for token, position in zip(allowed.token_ids, allowed.logprobs, strict=True):
+        assert token == max((3, 4), key=lambda i: position[i].logprob)
+    assert [sample.token_ids for sample in warm] == [sample.token_ids for sample in beside_warm[len(cold) + 1 :]]
+    assert len({tuple(sample.token_ids) for sample in warm}) > 1  # a choice there was

@@ -66,6 +66,7 @@ def test_no_delta_of_a_stream_shows_a_part_of_a_stop_string(folder, overrides):
                     assert "".join(parts) == text
                     if values["stop"] == "FGH" and text == "DE":
                         assert not any("F" in part for part in parts)
+            assert ((await llm.metrics())["accepted_tokens"] > 0) == bool(overrides)
 
     run(streams())
 

@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from lab.bench.records import request_lines
 from lab.engine.tokenizer import load_tokenizer
 from lab.errors import UserError
+from lab.metrics.summary import RequestTotals
 from lab.sampling_params import SamplingParams
 from lab.types import FinishReason, TokenLogprobs, Update
 from tests import rigs
@@ -331,3 +333,22 @@ def test_without_a_tokenizer_there_are_ids_and_no_text():
     rig.outputs.process([Update(generation.id, [D], logprobs=[entry], finish_reason=FinishReason.LENGTH)])
     out = only(generation)
     assert (out.text, out.token_ids, out.logprobs[0][D].decoded_token) == ("", [D], None)
+
+
+def test_tokens_are_counted_by_their_ids_not_by_their_text():
+    """A model may write 'Hello   capital' letter by letter; the tokenizer would write it with three tokens."""
+    tokenizer = load_tokenizer(rigs.smollm2())
+    token_ids = tokenizer.convert_tokens_to_ids([*"Hello", *"\u0120\u0120\u0120", *"capital"])
+    assert len(token_ids) == 15 and len(tokenizer(tokenizer.decode(token_ids)).input_ids) == 3
+    rig = Rig(tokenizer, ScriptedEngine(len(tokenizer)))
+    generation = rig.submit({"prompt_token_ids": token_ids}, SamplingParams(max_tokens=15))
+    run(rig, generation, [[token] for token in token_ids])
+    output = generation.output()
+    sample = output.outputs[0]
+    assert (sample.text, sample.token_ids, sample.timeline.num_tokens) == ("Hello   capital", token_ids, 15)
+    assert (rig.outputs.totals.prompt_tokens, rig.outputs.totals.output_tokens) == (15, 15)
+    (line,) = request_lines(output, 0.0)
+    totals = RequestTotals(16)
+    totals.add([line])
+    assert (line["prompt_tokens"], len(line["output_token_ids"])) == (15, 15)
+    assert (totals.prompt_tokens, totals.output_tokens) == (15, 15)
