@@ -122,7 +122,8 @@ def speed(context: Context) -> dict[str, Any]:
     for rows, length in decodes:
         spec = spec_of(context, heads, dtype)
         seconds, _ = attend_seconds(context, spec, ((length - 1, 1),) * rows)
-        rate = rows * length * spec.kv_bytes_per_token / seconds
+        token_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
+        rate = rows * length * token_bytes / seconds
         context.data[f"decode {rows}x{length}"] = {"us": seconds * 1e6, "bytes_per_s": rate}
         share = rate / facts.bandwidth
         context.say(
