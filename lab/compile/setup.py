@@ -110,8 +110,13 @@ def _dispatcher(
     if asked == "auto":
         asked = "full_and_piecewise" if not is_cpu else "piecewise" if has_pieces else "none"
     support = min((backend.capabilities.graph for backend in backends), key=GRAPH_SUPPORT.index)
-    if is_cpu:  # `full` is one compiled callable there, in which attention is an ordinary call
-        support = "any" if has_pieces else "never"
+    if is_cpu:
+        support = "any"  # `full` is one compiled callable there, in which attention is an ordinary call
+        if not has_pieces and asked != "none":
+            log.info(
+                "compile.cudagraph_mode=%s: all steps run none: on the CPU it takes a compiled model, and nothing is", asked
+            )
+            asked = "none"
     modes = settle(asked, graph_support=support, has_pieces=has_pieces, uniform_q=uniform_q)
     for reason in modes.reasons:
         log.info("compile.cudagraph_mode=%s: %s", asked, reason)

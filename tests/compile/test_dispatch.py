@@ -3,9 +3,12 @@
 import random
 
 import pytest
+import torch
 
-from lab.capabilities import GRAPH_SUPPORT
+from lab.capabilities import GRAPH_SUPPORT, Capabilities
 from lab.compile.dispatch import GRAPH_MODES, BatchKey, Dispatcher, Modes, derived_sizes, settle
+from lab.compile.setup import _dispatcher
+from lab.settings import CompileSettings
 
 EVERYTHING = {"graph_support": "any", "has_pieces": True, "uniform_q": 1}
 
@@ -107,3 +110,16 @@ def test_derived_sizes_hold_a_full_decode_step():
         sizes = derived_sizes(max_rows, uniform_q, 2048)
         assert max_rows * uniform_q in sizes or max_rows * uniform_q > 512
         assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= 512
+
+
+def test_graphs_without_a_compiled_model_are_given_up_for_that_reason(caplog):
+    """On the CPU attention has no part in it, so it must not be blamed."""
+    with caplog.at_level("INFO", "lab"):
+        found = _dispatcher(CompileSettings(cudagraph_mode="full"), torch.device("cpu"), [_Backend], False, 4, 64, 1)
+    assert (found.modes.decode, found.modes.mixed) == ("none", "none")
+    (message,) = caplog.messages
+    assert "compiled" in message and "attention" not in message
+
+
+class _Backend:
+    capabilities = Capabilities(graph="never")
