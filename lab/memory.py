@@ -5,6 +5,8 @@ With 4 KiB pages a decode step of a small model touches more pages than the proc
 are first written, so memory that is asked for and not used costs nothing.
 """
 
+import ctypes
+import functools
 import logging
 import mmap
 
@@ -30,6 +32,17 @@ def huge_empty(num_bytes: int) -> torch.Tensor:
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
     return memory[start : start + num_bytes]
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, where the C library would keep it for later (glibc; elsewhere nothing)."""
+    if trim := _malloc_trim():
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim():
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HugePages:

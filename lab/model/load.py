@@ -16,7 +16,7 @@ from lab import registry
 from lab.contracts.moe import Moe
 from lab.contracts.quant import Quant
 from lab.errors import UserError, unknown
-from lab.memory import HugePages
+from lab.memory import HugePages, give_back
 from lab.model.checkpoint import Checkpoint
 from lab.model.config import ModelConfig
 from lab.model.decoder import Build, Decoder
@@ -31,6 +31,7 @@ log = logging.getLogger("lab")
 FORMATS = ("auto", "safetensors", "gguf", "dummy")
 # Tensors that old checkpoints carry and no model needs: they follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
+GIVE_BACK_BYTES = 32 << 20  # of weights between two times that freed memory is handed back
 
 
 def load_model(
@@ -85,10 +86,16 @@ def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Read every tensor of the model, the largest layers first: while one is repacked it is there twice."""
     modules = [module for module in model.modules() if hasattr(module, "load")]
     pages = HugePages()
+    freed = 0
     for module in sorted(modules, key=_repacked_elements, reverse=True):
         module.load(checkpoint)
         if isinstance(module, Linear):
             module.keep({name: pages.hold(tensor) for name, tensor in module.weights.items()})
+            freed += module.num_bytes
+            if freed > GIVE_BACK_BYTES:  # the tensors as they were read and repacked would pile up beside the weights
+                give_back()
+                freed = 0
+    give_back()
 
 
 def _repacked_elements(module: nn.Module) -> int:
