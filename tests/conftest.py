@@ -1,6 +1,7 @@
 """Fixtures that several test folders use."""
 
 import os
+import signal
 from pathlib import Path
 
 # Before torch is imported: threads that wait sleep. Spinning ones make the suite many times slower on a busy machine.
@@ -10,6 +11,9 @@ import pytest  # noqa: E402
 
 from lab import registry  # noqa: E402
 from lab.cache import cache_dir  # noqa: E402
+
+# A suite that runs in the background may have been started with Ctrl-C ignored, and so would every command that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NATIVE = cache_dir("native")  # of the cache that is in force before any test takes one of its own
 

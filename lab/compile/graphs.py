@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -277,8 +278,7 @@ class GraphStore:
             if isinstance(call, AttentionCall):
                 calls.append(_attention_on(call, self._aliases(call, registers)))
                 continue
-            arguments = call.arguments(registers)
-            replay, values = self._runtime.capture(lambda unit=call.unit, given=arguments: unit(given.copy()))
+            replay, values = self._runtime.capture(partial(call.run, registers.copy()))
             calls.append(replay)
             for register, value in zip(call.outputs, values, strict=True):
                 registers[register] = value

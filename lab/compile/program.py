@@ -7,7 +7,7 @@ tensors: weights are named, so that it can be kept as JSON and bound to any mode
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from lab.model.layers.attention import run_attention
 from lab.types import Watch
 
-Unit = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as one list, which it empties
+Run = Callable[[list[Any]], Sequence[Any]]  # from the registers to the values of a call's outputs
 
 NUM_TOKENS, INPUT_IDS, POSITIONS = range(3)  # the registers that hold the inputs
 
@@ -69,21 +69,21 @@ def _call_from_plain(call: dict[str, Any]) -> UnitCall | AttentionCall:
     return UnitCall(call["unit"], call["num_args"], **pairs, outputs=tuple(call["outputs"]))
 
 
+class Unit(Protocol):
+    """A compiled piece."""
+
+    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> Run:
+        """What runs the piece. `template` holds its arguments, with None at the positions of `values`: (position, register)."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoundCall:
-    """A unit call with its weights in place: `template` has None where a register's value goes."""
+    """A unit call with its weights in place."""
 
     unit: Unit
     template: list[Any]
-    values: tuple[tuple[int, int], ...]
+    run: Run
     outputs: tuple[int, ...]
-
-    def arguments(self, registers: list[Any]) -> list[Any]:
-        """A new list of arguments, as a unit takes it."""
-        arguments = self.template.copy()
-        for position, register in self.values:
-            arguments[position] = registers[register]
-        return arguments
 
 
 class Executable:
@@ -100,13 +100,14 @@ class Executable:
             template: list[Any] = [None] * call.num_args
             for position, name in call.weights:
                 template[position] = weights[name]
-            self.calls.append(BoundCall(units[call.unit], template, call.values, call.outputs))
+            unit = units[call.unit]
+            self.calls.append(BoundCall(unit, template, unit.bind(template, call.values), call.outputs))
 
     def watch(self, watch: Watch) -> None:
         """Let each unit's calls be timed, as `piece` and its number."""
         for index, (call, bound) in enumerate(zip(self.program.calls, self.calls, strict=True)):
             if isinstance(call, UnitCall):
-                self.calls[index] = dataclasses.replace(bound, unit=watch(f"piece {call.unit}", bound.unit))
+                self.calls[index] = dataclasses.replace(bound, run=watch(f"piece {call.unit}", bound.run))
 
     def registers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[Any]:
         """Fresh registers that hold the inputs."""
@@ -120,7 +121,7 @@ class Executable:
             if type(call) is AttentionCall:
                 attend(call, registers)
                 continue
-            for register, value in zip(call.outputs, call.unit(call.arguments(registers)), strict=True):
+            for register, value in zip(call.outputs, call.run(registers), strict=True):
                 registers[register] = value
         return registers[self.program.output]
 

@@ -7,10 +7,11 @@ build parts, and the kernels' shared libraries beside it. Loading one needs neit
 import ast
 import importlib.abc
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lab.compile.program import Unit
+from lab.compile import tape
+from lab.compile.program import Run, Unit
 from lab.native import find_compiler
+
+log = logging.getLogger("lab")
 
 DATA_PTR_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # by which a kernel's binding finds torch's tensors
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -142,7 +146,8 @@ def write_units(codes: list[UnitCode], folder: Path) -> list[dict[str, Any]]:
 def load_units(described: list[dict[str, Any]], files: dict[str, bytes], folder: Path) -> list[Unit]:
     """The callables of units that `write_units` described; `files` are the verified contents of the entry's folder."""
     if all(unit["kernels"] is not None for unit in described):
-        return [_load(files[unit["source"]], _load_kernels(unit["kernels"], folder)) for unit in described]
+        tape.load()
+        return [_load(number, files[unit["source"]], unit["kernels"], folder) for number, unit in enumerate(described)]
     from torch._inductor import config
 
     # a copy, for what is built on loading must not change the entry; kept, for tuning in the first runs writes beside kernels
@@ -154,15 +159,43 @@ def load_units(described: list[dict[str, Any]], files: dict[str, bytes], folder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     with inductor_session(Path(copy.name, WORK)), config.patch(compile_threads=1):  # all is compiled: no workers
-        return [_load(files[unit["source"]], _load_kernels(unit["kernels"] or {}, folder)) for unit in described]
+        return [_load_module(files[unit["source"]], _load_kernels(unit["kernels"] or {}, folder)) for unit in described]
 
 
-def _load(source: bytes, kernels: dict[str, Any]) -> Unit:
+class ModuleUnit:
+    """A piece as Inductor's wrapper in Python. Its function takes the arguments as one list, which it empties."""
+
+    def __init__(self, call: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._call = call
+
+    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> Run:
+        """As Unit.bind has it."""
+
+        def run(registers: list[Any]) -> Sequence[Any]:
+            arguments = template.copy()
+            for position, register in values:
+                arguments[position] = registers[register]
+            return self._call(arguments)
+
+        return run
+
+
+def _load(number: int, source: bytes, kernels: dict[str, str], folder: Path) -> Unit:
+    """A piece for the CPU: as a tape, or in Python where its wrapper does what a tape cannot."""
+    loops = {name: tape.address_of(folder / file) for name, file in kernels.items()}
+    try:
+        return tape.TapeUnit(tape.translate(source.decode("utf-8"), loops))
+    except tape.Untranslatable as reason:
+        log.info("piece %d of the model is driven from Python: no step of a tape stands for %s", number, reason)
+        return _load_module(source, _load_kernels(kernels, folder))
+
+
+def _load_module(source: bytes, kernels: dict[str, Any]) -> Unit:
     loader = _TextLoader(source.decode("utf-8"))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lab_compiled_unit", loader))
     vars(module).update(kernels)
     loader.exec_module(module)
-    return module.call
+    return ModuleUnit(module.call)
 
 
 def _load_kernels(files: dict[str, str], folder: Path) -> dict[str, Any]:

@@ -145,17 +145,26 @@ inline void multiply(const Slice& slice, Sums& before, Sink& sink, Ahead& ahead,
   }
   const BFloat16 *x = slice.x.at, *lower = x + kTileRows * slice.x.stride, *left = slice.left, *right = slice.right;
   const int64_t stride = slice.x.stride * 2, move = slice.x.step;
+  // Asked for all at once, lines would wait for each other in the buffers that the loads of tiles need, too.
+  const int64_t few = lines / 8, rest = lines - 7 * few;
   const auto step = [&] {
     _tile_loadd(4, x, stride);
+    ahead.ask(few);
     _tile_stream_loadd(6, left, 64);
+    ahead.ask(few);
     _tile_stream_loadd(7, right, 64);
+    ahead.ask(few);
     _tile_dpbf16ps(0, 4, 6);
+    ahead.ask(few);
     if constexpr (Tiles > 1) _tile_loadd(5, lower, stride);
+    ahead.ask(few);
     _tile_dpbf16ps(1, 4, 7);
+    ahead.ask(few);
     if constexpr (Tiles > 1) _tile_dpbf16ps(2, 5, 6);
+    ahead.ask(few);
     if constexpr (Tiles > 1) _tile_dpbf16ps(3, 5, 7);
     x += move, lower += move, left += kTile, right += kTile;
-    ahead.ask(lines);
+    ahead.ask(rest);
   };
   int64_t i = 0;
   if (before.rows == kGroupRows && slice.steps >= kGroupRows / 2) {
