@@ -125,7 +125,8 @@ def test_run_passes_its_arguments_on_and_stays_in_the_callers_folder(made, tmp_p
 def test_test_passes_its_arguments_on_and_works_in_the_checkout(made, tmp_path):
     checkout, _ = made
     done = script(checkout, "test", "tests/kv", "-k", "a name", cwd=tmp_path)
-    assert done.stdout == f"ran __main__ {checkout} ['tests/kv', '-k', 'a name']\n", done.stderr
+    assert done.stdout.startswith(f"ran __main__ {checkout} ["), done.stderr
+    assert done.stdout.endswith("'tests/kv', '-k', 'a name']\n"), done.stdout
 
 
 def test_scripts_work_through_a_symbolic_link(made, tmp_path):

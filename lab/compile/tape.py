@@ -17,6 +17,7 @@ import torch
 from lab import native
 
 NAMESPACE = "lab_tape"
+RUN = f"{NAMESPACE}::run"  # the operator that runs a tape
 SOURCES = (Path(__file__).parent / "native" / "tape.cpp",)
 REGISTER, SIZE, REAL, FLAG, NOTHING = range(5)  # kinds of arguments, as ArgumentKind in native/tape.cpp
 MOST_LOOP_ARGUMENTS = 16

@@ -11,6 +11,7 @@ from torch import nn
 
 from lab import native, registry
 from lab.capabilities import Needs
+from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
@@ -177,7 +178,8 @@ def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, s
 def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
     """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
     likely = resolve("attention", settings.attention, Needs(**common))
-    return {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
+    libraries = {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
+    return libraries if settings.compile.mode == "none" else {**libraries, tape.NAMESPACE: tape.SOURCES}
 
 
 def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:

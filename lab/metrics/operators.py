@@ -18,7 +18,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lab.compile import tape
+
 STEP = "lab.step"
+ENCLOSING = (STEP, tape.RUN)  # events whose time is that of the operators inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def outermost(events: Sequence[RawEvent], anchors: Sequence[Anchor], *, on_devic
         if event.device_type() != DeviceType.CPU:
             launched[event.linked_correlation_id()] += event.duration_ns() / 1e6
     steps = [(start, start - minus) for start, minus, name, _ in host if name == STEP]
-    host = [entry for entry in host if entry[2] != STEP]
+    host = [entry for entry in host if entry[2] not in ENCLOSING]
     starts = [entry[0] for entry in host]
     found = []
     for (start, end), offset_ns in zip(steps, _offsets([start for start, _ in steps], anchors), strict=True):
