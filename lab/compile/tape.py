@@ -37,6 +37,8 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Register:
+    """A tensor that a step makes or that is given."""
+
     number: int
 
 
