@@ -17,7 +17,6 @@ import torch
 from lab import native
 
 NAMESPACE = "lab_tape"
-RUN = f"{NAMESPACE}::run"  # the operator that runs a tape
 SOURCES = (Path(__file__).parent / "native" / "tape.cpp",)
 REGISTER, SIZE, REAL, FLAG, NOTHING = range(5)  # kinds of arguments, as ArgumentKind in native/tape.cpp
 MOST_LOOP_ARGUMENTS = 16
@@ -248,11 +247,7 @@ class _Translator:
             if not parameter.has_default_value():
                 raise Untranslatable(f"{path} without its {parameter.name}")
             values.append(parameter.default_value)
-        # an integer for a parameter of real numbers is one for the dispatcher, too
-        values = [
-            float(value) if type(value) is int and str(parameter.type) == "float" else value
-            for parameter, value in zip(schema.arguments, values, strict=True)
-        ]
+        values = [_fitted(parameter, value, path) for parameter, value in zip(schema.arguments, values, strict=True)]
         if not all(str(result.type) == "Tensor" for result in schema.returns):
             raise Untranslatable(f"{path}, which returns something else than tensors")
         made = [self._new_register() for _ in schema.returns]
@@ -292,6 +287,14 @@ class _Translator:
         for step in reversed(self._steps):
             step.dropped = sorted((step.reads | step.writes) - kept)
             kept |= step.reads | step.writes
+
+
+def _fitted(parameter: Any, value: Any, path: str) -> Any:
+    """The value as the parameter's type wants it, which Python would see to, and the dispatcher does not."""
+    kind = str(parameter.type)
+    if kind == "Tensor" and not isinstance(value, Register):
+        raise Untranslatable(f"{path} with a number for its {parameter.name}")
+    return float(value) if kind == "float" and type(value) is int else value
 
 
 def _pair(size: Size) -> list[int]:

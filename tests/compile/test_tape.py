@@ -8,6 +8,7 @@ import torch
 from lab.compile import tape, units
 from lab.compile.program import AttentionCall
 from lab.compile.tape import TapeUnit, Untranslatable, translate
+from lab.metrics.operators import operator_names
 from tests.compile.conftest import generate
 
 WRAPPER = """
@@ -92,6 +93,7 @@ def test_layers_share_a_tape_and_keep_their_own_weights():
         ("buf0 = extern_kernels.mm(arg1_1, arg1_1)", "extern_kernels.mm"),
         ("buf0 = torch.ops.aten.mul.Tensor(arg1_1, other=arg1_1)", "other=arg1_1"),
         ("buf0 = torch.ops.aten.mul.Tensor(arg1_1)", "without its other"),
+        ("buf0 = torch.ops.aten.mul.Tensor(arg1_1, 2.0)", "a number for its other"),
         ("buf0 = torch.ops.aten.sum.dim_IntList(arg1_1, (0, 1))", "as an argument"),
         ("buf0 = torch.ops.aten.item.default(arg1_1)", "something else than tensors"),
         ("buf0 = reinterpret_tensor(arg1_1, (u0*u0,), (1,), 0)", "square of the tokens"),
@@ -123,3 +125,10 @@ def test_all_pieces_of_a_model_are_tapes_and_give_the_eager_tokens(open_llm, eag
         tokens, _ = generate(llm)
     assert any("cpp_fused" in file.read_text() for file in cache.rglob("unit_0.py"))
     assert tokens == eager_tokens
+
+
+def test_the_profiler_sees_the_operators_inside(library):
+    unit = TapeUnit(translate(wrapper("buf0 = torch.ops.aten.mul.Scalar(arg1_1, 2.0)", "return (buf0,)"), {}))
+    run = unit.bind([None, None], [(0, 0), (1, 1)])
+    x = torch.ones(1)
+    assert operator_names("cpu", lambda: run([1, x])) == {"aten::mul"}
