@@ -11,7 +11,7 @@ from lab.contracts.quant import LinearSpec, ParamSpec, Quant
 from lab.contracts.sink import RunInfo, Sink
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.contracts.workload import ModelFacts, WorkItem, Workload
-from lab.errors import UserError
+from lab.errors import UserError, nearest
 from lab.registry import register
 from lab.types import Request
 
@@ -38,5 +38,6 @@ __all__ = [
     "dataclass",
     "field",
     "native",
+    "nearest",
     "register",
 ]

@@ -33,6 +33,7 @@ class Capabilities:
     features: frozenset[str] = frozenset()  # of FEATURES
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
     packages: tuple[str, ...] = ()  # importable names that must be installed; "cuda:triton" on that device alone
+    kv_layout: str = ""  # attention: plugins that name one layout can share a cache; empty: it is this one's own
     requires: frozenset[str] = frozenset()  # tools of the machine: cxx, a C++ compiler
     priority: int = 0  # among usable plugins `auto` takes the highest
 

@@ -28,6 +28,7 @@ class Eager(PlainPaged):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
         features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        kv_layout="2PBKH",
         priority=0,
     )
 

@@ -39,6 +39,7 @@ class Sdpa(PlainPaged):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
         features={"gqa", "sliding_window", "spec_verify"},
+        kv_layout="2PBKH",
         priority=10,
     )
 
