@@ -5,6 +5,7 @@ for a run: a name given by the user is used or refused with the reasons, never r
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -96,6 +97,31 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     for feature in sorted(needs.features - capabilities.features):
         reasons.append(f"it has no {feature}")
     return reasons
+
+
+def common(first: Capabilities, second: Capabilities, who: str) -> Capabilities:
+    """What two plugins can serve that share the work of one, named `who` in the message; `priority` is the lower one.
+
+    Raises UserError when they have no device, dtype or head dim in common.
+    """
+    shared = {}
+    for name in ("devices", "dtypes", "kv_dtypes", "head_dims"):
+        its, others = getattr(first, name), getattr(second, name)
+        shared[name] = its & others if its and others else its | others
+        if its and others and not shared[name]:
+            sets = [", ".join(str(x) for x in sorted(s)) for s in (its, others)]
+            raise UserError(f"{who} have no {name.replace('_', ' ')} in common: {sets[0]}; {sets[1]}.")
+    return Capabilities(
+        **shared,
+        api_version=first.api_version,
+        block_multiple=math.lcm(first.block_multiple, second.block_multiple),
+        features=first.features & second.features,
+        graph=min(first.graph, second.graph, key=GRAPH_SUPPORT.index),
+        packages=tuple(dict.fromkeys(first.packages + second.packages)),
+        kv_layout=first.kv_layout if first.kv_layout == second.kv_layout else "",
+        requires=first.requires | second.requires,
+        priority=min(first.priority, second.priority),
+    )
 
 
 def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:

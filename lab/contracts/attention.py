@@ -11,6 +11,7 @@ from lab.capabilities import Capabilities
 if TYPE_CHECKING:
     import torch
 
+    from lab.registry import Entry
     from lab.runner.batch import Batch
 
 
@@ -44,6 +45,16 @@ class Attention(ABC):
     @dataclass(frozen=True)
     class Options:
         pass
+
+    @classmethod
+    def parts(cls, options: Any) -> "dict[str, tuple[Entry, Any]]":
+        """The plugins that it hands its work to, with their options, by what each is for; most do all themselves."""
+        return {}
+
+    @classmethod
+    def capabilities_with(cls, options: Any) -> Capabilities:
+        """What it can serve with these options; of most plugins that does not depend on them."""
+        return cls.capabilities
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         self.options = options

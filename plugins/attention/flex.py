@@ -157,7 +157,8 @@ class Flex(Sdpa):
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Dynamo recompiles for each new shape up to a limit, behind which it would quietly run uncompiled: raise it, and fail."""
-    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, fail_on_recompile_limit_hit=True):
+    settings = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
+    with torch._dynamo.config.patch(settings):
         yield
 
 
