@@ -83,6 +83,14 @@ class Attention(ABC):
         Writes into out_TNH. The outputs of padding tokens must be finite.
         """
 
+    def attend_lse(
+        self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor", lse_TN: "torch.Tensor"
+    ) -> None:
+        """As `attend`, and into lse_TN (float32) the natural logsumexp of the scores, scaled and capped, that each query
+        sees: parts of one attention are merged by it. Called only where the feature `lse` is declared.
+        """
+        raise TypeError(f"attention plugin '{self.name}' declares no lse")
+
     @abstractmethod
     def export_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor") -> "torch.Tensor":
         """Copy X blocks out as x_XB2KH (key then value), whatever the layout."""

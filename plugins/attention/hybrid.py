@@ -71,7 +71,7 @@ class Hybrid(Attention):
         graph = both.graph if both.graph in GRAPHS else "uniform"
         if graph == "never" and others.graph != "never":
             graph = "decode"  # such a graph holds nothing of the prefill backend
-        return replace(both, graph=graph, priority=cls.capabilities.priority)
+        return replace(both, features=both.features - {"lse"}, graph=graph, priority=cls.capabilities.priority)
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)
@@ -80,8 +80,8 @@ class Hybrid(Attention):
         shapes = {part: backend.kv_shape(3, spec.block_size) for part, backend in self._backends.items()}
         if shapes["prefill"] != shapes["decode"]:
             raise UserError(
-                f"attention.prefill={options.prefill} and attention.decode={options.decode} name the same cache layout, but for "
-                f"3 blocks the one asks for the shape {list(shapes['prefill'])} and the other for {list(shapes['decode'])}."
+                f"attention.prefill={options.prefill} and attention.decode={options.decode} name the same cache layout, "
+                f"but give 3 blocks different shapes: {list(shapes['prefill'])} and {list(shapes['decode'])}."
             )
         self._cache = self._backends["prefill"]  # either would do
 
