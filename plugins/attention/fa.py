@@ -38,7 +38,7 @@ class FlashAttn(PlainPaged):
         features={"gqa", "sliding_window", "softcap", "spec_verify"},
         packages=("flash_attn",),
         kv_layout="2PBKH",
-        priority=12,
+        priority=7,
     )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:

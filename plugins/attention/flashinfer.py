@@ -36,7 +36,7 @@ class FlashInfer(PlainPaged):
         features={"gqa", "sliding_window", "softcap", "spec_verify"},
         packages=("flashinfer",),
         kv_layout="2PBKH",
-        priority=14,
+        priority=8,
     )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
