@@ -11,7 +11,7 @@ are hidden whatever `mask_mod` says, so a mask that looks ahead (prefix-LM) need
 scheduler.enable_chunked_prefill=false cache.enable_prefix_caching=false. The window of a layer holds besides `mask_mod`.
 
 Uncompiled, flex writes all scores out in float32, and the Python of it costs some milliseconds a call. Compiled, each power of
-two of query tokens is compiled once, for seconds: rows are padded to it, the other sizes stay free.
+two of query tokens is compiled, for seconds, once for one row and once for several: rows are padded to it, contexts are free.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.fx.experimental._config
 from torch.nn.attention import flex_attention as flex
 
 from lab.api import AttentionSpec, Capabilities, dataclass, register
@@ -149,16 +150,20 @@ class Flex(Sdpa):
         if self.spec.sliding_window is not None:
             begin_RU = np.clip(first_RU - self.spec.sliding_window + 1, 0, end_RU - 1) // TILE
         count_RU = -(-end_RU // TILE) - begin_RU
-        offset_W = np.arange(-(-int(ctx_R.max()) // TILE))
+        offset_W = np.arange(max(2, -(-int(ctx_R.max()) // TILE)))  # a dimension of one would be compiled for itself
         index_RUW = np.where(offset_W < count_RU[..., None], begin_RU[..., None] + offset_W, 0)
         return count_RU.astype(np.int32), index_RUW.astype(np.int32)
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Dynamo recompiles for each new shape up to a limit, behind which it would quietly run uncompiled: raise it, and fail."""
-    settings = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
-    with torch._dynamo.config.patch(settings):
+    """Dynamo compiles a new shape up to a limit, behind which it would quietly run uncompiled: raise it, and fail there.
+
+    Sizes that happen to be equal stay apart, lest the number of rows be fixed to that of heads. Floats are constants: as
+    symbols in the functions they cannot be compiled.
+    """
+    limits = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True, "specialize_float": True}
+    with torch._dynamo.config.patch(limits), torch.fx.experimental._config.patch(use_duck_shape=False):
         yield
 
 
