@@ -101,10 +101,11 @@ def test_auto_never_takes_it():
         (
             {"decode": "flash"},
             "attention.prefill=sdpa and attention.decode=flash cannot share one cache: "
-            "sdpa keeps it as 2PBKH, flash keeps it as PK2BH.\nBeside prefill=sdpa can stand decode=eager, fa, flashinfer, flex, sdpa; beside decode=flash can stand "
-            "prefill=flash.",
+            "sdpa keeps it as 2PBKH, flash keeps it as PK2BH.\n"
+            "Beside prefill=sdpa can stand decode=eager, fa, flashinfer, flex, sdpa; "
+            "beside decode=flash can stand prefill=flash.",
         ),
-        ({"decode": "fa"}, "'hybrid' cannot serve this run: package 'flash_attn' is not installed; device cpu"),
+        ({"decode": "fa"}, "device cpu (it runs on cuda); dtype float32 (it takes bfloat16, float16)"),
     ],
 )
 def test_what_cannot_be_is_told(given, says):
