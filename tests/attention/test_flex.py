@@ -25,6 +25,10 @@ def alibi(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * (q_idx - kv_idx)
 
 
+def far_less(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx - kv_idx < 8, score, score - 2.0)
+
+
 def prefix_lm(b, h, q_idx, kv_idx):
     return (kv_idx <= q_idx) | (kv_idx < 24)
 
@@ -80,6 +84,7 @@ def alibi_bias(q, k):
 
 VARIANTS = [
     ("score_mod", "alibi", {"bias": alibi_bias}),
+    ("score_mod", "far_less", {"bias": lambda q, k: -2.0 * (q - k >= 8)}),
     ("mask_mod", "prefix_lm", {"seen": lambda q, k: (k <= q) | (k < 24)}),
     ("mask_mod", "documents", {"seen": lambda q, k: (k <= q) & (q // 10 == k // 10)}),
     ("mask_mod", "ends_with_the_row", {"seen": lambda q, k: (k >= 0) & (q >= 0)}),
@@ -115,7 +120,7 @@ def test_uncompiled_it_traces_nothing(mods):
 def test_compiled_it_takes_other_shapes_without_compiling_again(mods):
     """Three tokens a row are padded to four; numbers of rows and contexts vary."""
     shape = {"sliding_window": 70, "softcap": 3.0}
-    first, second = Case(((40, 3), (41, 3)), **shape), Case(((170, 3), (190, 3), (180, 3)), **shape)
+    first, second = Case(((40, 3), (41, 3)), **shape), Case(((370, 3), (390, 3), (380, 3)), **shape)
     backend = make(first, mods, score_mod="alibi", mask_mod="documents", compiled=True)
     definition = {"bias": alibi_bias, "seen": lambda q, k: (k <= q) & (q // 10 == k // 10)}
     before = counters["stats"]["unique_graphs"]
@@ -147,7 +152,7 @@ def test_a_run_with_alibi_does_not_depend_on_chunks(mods, tmp_path):
     [
         ("score_mod", "{path}", "attention.score_mod='.*mods.py': write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION."),
         ("score_mod", "none.py:alibi", "attention.score_mod='none.py:alibi': there is no file .*none.py."),
-        ("score_mod", "{path}:alibis", "has no function 'alibis'. Did you mean 'alibi'?\nIt has: alibi, documents, ends"),
+        ("score_mod", "{path}:alibis", "has no function 'alibis'. Did you mean 'alibi'?\nIt has: alibi, documents, ends_with_the_row, far_less"),
         ("mask_mod", "{path}:TEN", "attention.mask_mod: .*mods.py has no function 'TEN'."),
         ("score_mod", "{path}:short", r"short of .* must take the arguments \(score, b, h, q_idx, kv_idx\): too many"),
         ("mask_mod", "{path}:alibi", r"alibi of .* must take the arguments \(b, h, q_idx, kv_idx\): missing a required"),
