@@ -152,7 +152,7 @@ def test_a_run_with_alibi_does_not_depend_on_chunks(mods, tmp_path):
     [
         ("score_mod", "{path}", "attention.score_mod='.*mods.py': write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION."),
         ("score_mod", "none.py:alibi", "attention.score_mod='none.py:alibi': there is no file .*none.py."),
-        ("score_mod", "{path}:alibis", "has no function 'alibis'. Did you mean 'alibi'?\nIt has: alibi, documents, ends_with_the_row, far_less"),
+        ("score_mod", "{path}:alibis", "has no function 'alibis'. Did you mean 'alibi'?\nIt has: alibi, documents, ends_with"),
         ("mask_mod", "{path}:TEN", "attention.mask_mod: .*mods.py has no function 'TEN'."),
         ("score_mod", "{path}:short", r"short of .* must take the arguments \(score, b, h, q_idx, kv_idx\): too many"),
         ("mask_mod", "{path}:alibi", r"alibi of .* must take the arguments \(b, h, q_idx, kv_idx\): missing a required"),
