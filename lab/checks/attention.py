@@ -150,6 +150,30 @@ def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
                     raise CheckFailed(f"the {what} written to slot {slot} is not what export_blocks shows there")
 
 
+def check_plan_reuse(entry: Entry, options: Any) -> None:
+    """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
+    level = GRAPH_SUPPORT.index(entry.capabilities.graph)
+    if not level:
+        raise NotDeclared("graph=never")
+    captured_and_step = (  # for graphs of decodes, of uniform rows, of any
+        (((40, 1), (90, 1), (10, 1)), ((55, 1), (30, 1), (91, 1))),
+        (((40, 4), (90, 4), (10, 4)), ((55, 4), (30, 4), (88, 4))),
+        (((0, 8), (90, 1), (5, 3)), ((3, 5), (80, 6), (9, 1))),
+    )
+    for first, rows in captured_and_step[:level]:
+        case = Case(first, head_dim=_dim(entry))
+        _compare(entry, options, replace(case, rows=rows), reuse_of=case)
+
+
+def check_lse(entry: Entry, options: Any) -> None:
+    """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
+    _ask_for(entry, "lse")
+    rows = ((40, 1), (0, 19), (17, 20), (255, 2))
+    window = 16 if "sliding_window" in entry.capabilities.features else None
+    for sliding_window in {None, window}:
+        _compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
+
+
 def check_layout_is_shared(entry: Entry, options: Any) -> None:
     """If a layout is named: lab's own plugins of that layout find in the cache what this one writes there."""
     layout = entry.capabilities.kv_layout
@@ -174,30 +198,6 @@ def check_layout_is_shared(entry: Entry, options: Any) -> None:
             found = peer.export_blocks(kv, torch.tensor([2, 3], device=device)).flatten(0, 1)
             if not (torch.equal(found[:, 0], k_TKH) and torch.equal(found[:, 1], v_TKH)):
                 raise CheckFailed(f"kv_layout={layout}: {other.name} does not find in the cache what was written there")
-
-
-def check_plan_reuse(entry: Entry, options: Any) -> None:
-    """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
-    level = GRAPH_SUPPORT.index(entry.capabilities.graph)
-    if not level:
-        raise NotDeclared("graph=never")
-    captured_and_step = (  # for graphs of decodes, of uniform rows, of any
-        (((40, 1), (90, 1), (10, 1)), ((55, 1), (30, 1), (91, 1))),
-        (((40, 4), (90, 4), (10, 4)), ((55, 4), (30, 4), (88, 4))),
-        (((0, 8), (90, 1), (5, 3)), ((3, 5), (80, 6), (9, 1))),
-    )
-    for first, rows in captured_and_step[:level]:
-        case = Case(first, head_dim=_dim(entry))
-        _compare(entry, options, replace(case, rows=rows), reuse_of=case)
-
-
-def check_lse(entry: Entry, options: Any) -> None:
-    """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
-    _ask_for(entry, "lse")
-    rows = ((40, 1), (0, 19), (17, 20), (255, 2))
-    window = 16 if "sliding_window" in entry.capabilities.features else None
-    for sliding_window in {None, window}:
-        _compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
 
 
 def _ask_for(entry: Entry, feature: str) -> None:
@@ -329,6 +329,29 @@ class _Trial:
         padding = torch.full((self.case.num_padding, *parts[0].shape[1:]), 7.0, dtype=self.case.dtype)
         return torch.cat([*parts, padding]).to(self.device)
 
+    def _diagnosis(self, found_QNH: torch.Tensor, q_QNH: torch.Tensor, row: int) -> str:
+        """What the wrong outputs look like."""
+        if found_QNH.isnan().any():
+            return _hint(found_QNH)
+
+        def fits(**changed: Any) -> float:
+            return float((found_QNH - self._definition(q_QNH, row, **changed)).abs().max())
+
+        for words, ahead in (("keys after the query, as if it were not causal", len(self.keys[row])), ("one key too many", 1)):
+            if fits(ahead=ahead) <= self.tolerance:
+                return f"its values are those of a query that sees {words}"
+        low, high = 0.05, 20.0
+        for _ in range(40):  # the right factor has the least error: close in on it from both sides, by ratios
+            third = (high / low) ** (1 / 3)
+            if fits(scale=low * third) < fits(scale=high / third):
+                high /= third
+            else:
+                low *= third
+        if fits(scale=low) <= self.tolerance:
+            right = self.case.head_dim**-0.5
+            return f"its values are those of a wrong scale: about {right * low:.3g}, where {right:.3g} is asked for"
+        return _hint(found_QNH)
+
     def _judge(self, out_TNH: torch.Tensor) -> None:
         first = 0
         for row, (before, count) in enumerate(self.case.rows):
@@ -339,7 +362,7 @@ class _Trial:
             if not worst[token] <= self.tolerance:
                 raise CheckFailed(
                     f"row {row} (context {before} + {count} tokens): token {token} is off by {worst[token]:.2g}, over "
-                    f"{self.tolerance:.0e} for {self.case.dtype}; {self._hint(found, q_QNH, row)}. Case: {self.case}"
+                    f"{self.tolerance:.0e} for {self.case.dtype}; {self._diagnosis(found, q_QNH, row)}. Case: {self.case}"
                 )
             first += count
         if not out_TNH[first:].isfinite().all():
@@ -375,25 +398,8 @@ class _Trial:
         seen = (distance >= -ahead) & (distance < (case.sliding_window or num_ctx + 1))
         return scores.masked_fill(~seen, -torch.inf)
 
-    def _hint(self, found_QNH: torch.Tensor, q_QNH: torch.Tensor, row: int) -> str:
-        """What the wrong outputs look like."""
-        if found_QNH.isnan().any():
-            return "it holds NaN: a slot that nobody wrote was read, or the output was not written"
 
-        def fits(**changed: Any) -> float:
-            return float((found_QNH - self._definition(q_QNH, row, **changed)).abs().max())
-
-        for words, ahead in (("keys after the query, as if it were not causal", len(self.keys[row])), ("one key too many", 1)):
-            if fits(ahead=ahead) <= self.tolerance:
-                return f"its values are those of a query that sees {words}"
-        low, high = 0.05, 20.0
-        for _ in range(40):  # the right factor has the least error: close in on it from both sides, by ratios
-            third = (high / low) ** (1 / 3)
-            if fits(scale=low * third) < fits(scale=high / third):
-                high /= third
-            else:
-                low *= third
-        if fits(scale=low) <= self.tolerance:
-            right = self.case.head_dim**-0.5
-            return f"its values are those of a wrong scale: about {right * low:.3g}, where {right:.3g} is asked for"
-        return "its values are finite: a wrong block, position, mask or scale"
+def _hint(found_NH: torch.Tensor) -> str:
+    if found_NH.isnan().any():
+        return "it holds NaN: a slot that nobody wrote was read, or the output was not written"
+    return "its values are finite: a wrong block, position, mask or scale"

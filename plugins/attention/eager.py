@@ -29,8 +29,8 @@ class Eager(PlainPaged):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
         features={"gqa", "sliding_window", "softcap", "spec_verify", "lse"},
-        kv_layout="2PBKH",
         priority=0,
+        kv_layout="2PBKH",
     )
 
     def plan(self, batch: Any, reuse: Any = None) -> Plan:

@@ -39,8 +39,8 @@ class Sdpa(PlainPaged):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
         features={"gqa", "sliding_window", "spec_verify"},
-        kv_layout="2PBKH",
         priority=10,
+        kv_layout="2PBKH",
     )
 
     def plan(self, batch: Any, reuse: Any = None) -> list[Group]:

@@ -39,11 +39,11 @@ class Flash(Attention):
         kv_dtypes={"float32", "bfloat16", "float16"},
         head_dims=set(range(8, 257, 8)),
         features={"gqa", "sliding_window", "softcap", "spec_verify"},
-        kv_layout="PK2BH",
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
         priority=20,
+        kv_layout="PK2BH",
     )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
