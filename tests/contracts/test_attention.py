@@ -150,7 +150,11 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     ),
     (WrongScale, "check_fresh_prefill", "of a wrong scale: about 0.126, where 0.125 is asked for"),
     (ForgetsScale, "check_fresh_prefill", "of a wrong scale: about 1, where 0.125 is asked for"),
-    (PaddingIntoLastBlock, "check_padding", "a block that belongs to no row of the step was written to"),
+    (
+        PaddingIntoLastBlock,
+        "check_padding",
+        "a wrong block, position|a block that belongs to no row of the step was written to",
+    ),
     (LeavesPaddingUnwritten, "check_padding", "a padding token's output is not finite"),
     (ReadsForPaddingRows, "check_padding", "a padding token's output is not finite"),
     (NotCausal, "check_chunk_after_prefix", "a query that sees keys after the query, as if it were not causal"),
