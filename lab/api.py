@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lab import native
-from lab.capabilities import API_VERSION, Capabilities
+from lab.capabilities import API_VERSION, Capabilities, common
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
@@ -11,7 +11,9 @@ from lab.contracts.quant import LinearSpec, ParamSpec, Quant
 from lab.contracts.sink import RunInfo, Sink
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.contracts.workload import ModelFacts, WorkItem, Workload
-from lab.errors import UserError
+from lab.errors import UserError, nearest
+from lab.registry import entries as plugins
+from lab.registry import get as find_plugin
 from lab.registry import register
 from lab.types import Request
 
@@ -35,8 +37,12 @@ __all__ = [
     "UserError",
     "WorkItem",
     "Workload",
+    "common",
     "dataclass",
     "field",
+    "find_plugin",
     "native",
+    "nearest",
+    "plugins",
     "register",
 ]

@@ -5,6 +5,7 @@ for a run: a name given by the user is used or refused with the reasons, never r
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +34,7 @@ class Capabilities:
     features: frozenset[str] = frozenset()  # of FEATURES
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
     packages: tuple[str, ...] = ()  # importable names that must be installed; "cuda:triton" on that device alone
+    kv_layout: str = ""  # attention: plugins that name one layout can share a cache; empty: it is this one's own
     requires: frozenset[str] = frozenset()  # tools of the machine: cxx, a C++ compiler
     priority: int = 0  # among usable plugins `auto` takes the highest
 
@@ -95,6 +97,31 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     for feature in sorted(needs.features - capabilities.features):
         reasons.append(f"it has no {feature}")
     return reasons
+
+
+def common(first: Capabilities, second: Capabilities, who: str) -> Capabilities:
+    """What two plugins can serve that share the work of one, named `who` in the message; `priority` is the lower one.
+
+    Raises UserError when they have no device, dtype or head dim in common.
+    """
+    shared = {}
+    for name in ("devices", "dtypes", "kv_dtypes", "head_dims"):
+        its, others = getattr(first, name), getattr(second, name)
+        shared[name] = its & others if its and others else its | others
+        if its and others and not shared[name]:
+            sets = [", ".join(str(x) for x in sorted(s)) for s in (its, others)]
+            raise UserError(f"{who} have no {name.replace('_', ' ')} in common: {sets[0]}; {sets[1]}.")
+    return Capabilities(
+        **shared,
+        api_version=first.api_version,
+        block_multiple=math.lcm(first.block_multiple, second.block_multiple),
+        features=first.features & second.features,
+        graph=min(first.graph, second.graph, key=GRAPH_SUPPORT.index),
+        packages=tuple(dict.fromkeys(first.packages + second.packages)),
+        kv_layout=first.kv_layout if first.kv_layout == second.kv_layout else "",
+        requires=first.requires | second.requires,
+        priority=min(first.priority, second.priority),
+    )
 
 
 def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:

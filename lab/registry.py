@@ -122,6 +122,13 @@ class Entry:
         """A short hash of the plugin's source, for the record of a run; empty when it has no file."""
         return hashlib.blake2b(self.path.read_bytes(), digest_size=8).hexdigest() if self.path else ""
 
+    def with_options(self, options: Any) -> "Entry":
+        """This plugin as it is with these options: of some, what they can serve depends on them."""
+        cls = self.load()
+        if not hasattr(cls, "capabilities_with"):
+            return self
+        return dataclasses.replace(self, static_capabilities=cls.capabilities_with(options))
+
     def make_options(self, given: Mapping[str, Any]) -> Any:
         """An instance of the plugin's `Options`. Raises UserError for an unknown option, or a value of the wrong type."""
         names = self.option_names

@@ -157,7 +157,8 @@ class TestMistakes:
             (["seed.x=1"], "no setting 'seed.x': seed is a single value."),
             (
                 ["attention=sdap"],
-                "no attention plugin named 'sdap'. Did you mean 'sdpa'?\nAvailable: auto, eager, flash, sdpa.",
+                "no attention plugin named 'sdap'. Did you mean 'sdpa'?\n"
+                "Available: auto, eager, fa, flash, flashinfer, flex, hybrid, sdpa.",
             ),
             (["attention=null"], "no attention plugin named 'null'."),
             (["spec=auto"], "no spec plugin named 'auto'."),

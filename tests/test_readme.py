@@ -1,4 +1,4 @@
-"""Every fenced block of the README and of docs/ is run, or says why not.
+"""Every fenced block of the README, of docs/ and of the pages of plugins is run, or says why not.
 
 The HTML comment before a block tells how it is tested; a block without one fails:
 
@@ -28,7 +28,7 @@ from tests import rigs
 from tests.conftest import lend_native
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!-- test: (run|show|write|in)(?: (\S+))? -->\n\Z")
 
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def id(self) -> str:
-        return f"{self.page.name}:{self.line}-{self.how or 'unmarked'}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}-{self.how or 'unmarked'}"
 
 
 def blocks(page: Path) -> list[Block]:

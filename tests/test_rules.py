@@ -85,6 +85,7 @@ BROAD_EXCEPTS = {
     ("lab/engine/engine.py", "step"): "whatever a step raises ends its requests, with the error, and not the engine",
     ("lab/bench/recorder.py", "_guarded"): "tracking may fail in any way and never fails the run; the log has it all",
     ("lab/checks/__init__.py", "_reason"): "whatever a plugin raises under a check is a finding, and is reported as one",
+    ("plugins/attention/_functions.py", "_import"): "a user's file may fail in any way; its traceback becomes the message",
     ("lab/engine/tokenizer.py", "encode"): "the tokenizers package raises the bare type; any other is raised again",
 }
 UNSAFE_CALLS = {"eval", "exec"}
@@ -198,8 +199,20 @@ def imports_hydra(source: Source) -> Iterator[str]:
 def plugin_reaches_into_the_core(source: Source) -> Iterator[str]:
     if source.path.startswith("plugins/"):
         for line, name in imported(source):
-            if not name.startswith("lab.api.") and name.split(".")[0] not in PLUGINS_MAY_IMPORT:
-                yield f"line {line}: imports {name}; a plugin imports lab.api, torch, numpy, triton and its siblings"
+            package = name.split(".")[0]
+            is_late = any(f.lineno <= line <= f.end_lineno for f in functions(source))
+            if is_late and package in packages_declared_in(source):
+                continue
+            if not name.startswith("lab.api.") and package not in PLUGINS_MAY_IMPORT:
+                yield (
+                    f"line {line}: imports {name}; a plugin imports lab.api, torch, numpy, triton and its siblings, "
+                    "and in its functions the packages that its capabilities name"
+                )
+
+
+def packages_declared_in(source: Source) -> set[str]:
+    here = [e for e in registry.entries() if e.path == ROOT / source.path]
+    return {package.rpartition(":")[2] for entry in here for package in entry.capabilities.packages}
 
 
 def names_a_plugin(source: Source) -> Iterator[str]:

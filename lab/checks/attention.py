@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab import registry
+from lab.capabilities import GRAPH_SUPPORT, Needs, unmet
 from lab.checks import CheckFailed, NotDeclared
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.registry import Entry
@@ -48,7 +50,7 @@ def check_fresh_prefill(entry: Entry, options: Any) -> None:
 
 def check_chunk_after_prefix(entry: Entry, options: Any) -> None:
     """Chunks of a prompt whose beginning is in the cache already: causal by absolute position."""
-    rows = ((1, 2), (15, 1), (16, 16), (17, 40), (300, 33), (33, 300), (1000, 17))
+    rows = ((1, 2), (15, 1), (16, 16), (17, 40), (300, 33), (33, 300), (1000, 17), (4000, 97))
     for block_size in _block_sizes(entry):
         _compare(entry, options, Case(rows, block_size=block_size, head_dim=_dim(entry)))
 
@@ -60,12 +62,22 @@ def check_mixed_batch(entry: Entry, options: Any) -> None:
     _compare(entry, options, Case(rows[::-1], head_dim=_dim(entry)))
 
 
+def check_drafts(entry: Entry, options: Any) -> None:
+    """If declared: every row with the same few tokens, as drafts are verified, contexts around the edges of blocks."""
+    _ask_for(entry, "spec_verify")
+    for num_q in (2, 4, 9):
+        rows = tuple((n, num_q) for n in (1, 14, 15, 16, 31, 32, 127, 1023))
+        _compare(entry, options, Case(rows, head_dim=_dim(entry)))
+
+
 def check_head_groups(entry: Entry, options: Any) -> None:
-    """Query heads per KV head: 1 (all heads their own), 2 to 16 (GQA), and one KV head for all (MQA)."""
-    pairs = ((4, 4),) if "gqa" not in entry.capabilities.features else ((4, 4), (4, 2), (9, 3), (12, 2), (16, 1), (7, 1))
-    for num_heads, num_kv_heads in pairs:
+    """Query heads per KV head: 1 (all heads their own), and if declared 2 to 16 (GQA), and one KV head for all (MQA)."""
+    groups = range(1, 17) if "gqa" in entry.capabilities.features else (1,)
+    for group in groups:
         rows = ((40, 1), (0, 19), (17, 20), (3, 4))
-        _compare(entry, options, Case(rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_dim(entry)))
+        num_kv_heads = 3 if group <= 5 else 1
+        case = Case(rows, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=_dim(entry))
+        _compare(entry, options, case)
 
 
 def check_head_dims(entry: Entry, options: Any) -> None:
@@ -140,10 +152,52 @@ def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
 
 def check_plan_reuse(entry: Entry, options: Any) -> None:
     """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
-    if entry.capabilities.graph == "never":
+    level = GRAPH_SUPPORT.index(entry.capabilities.graph)
+    if not level:
         raise NotDeclared("graph=never")
-    first = Case(((40, 1), (90, 1), (10, 1)), head_dim=_dim(entry))
-    _compare(entry, options, replace(first, rows=((55, 1), (30, 1), (91, 1))), reuse_of=first)
+    captured_and_step = (  # for graphs of decodes, of uniform rows, of any
+        (((40, 1), (90, 1), (10, 1)), ((55, 1), (30, 1), (91, 1))),
+        (((40, 4), (90, 4), (10, 4)), ((55, 4), (30, 4), (88, 4))),
+        (((0, 8), (90, 1), (5, 3)), ((3, 5), (80, 6), (9, 1))),
+    )
+    for first, rows in captured_and_step[:level]:
+        case = Case(first, head_dim=_dim(entry))
+        _compare(entry, options, replace(case, rows=rows), reuse_of=case)
+
+
+def check_lse(entry: Entry, options: Any) -> None:
+    """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
+    _ask_for(entry, "lse")
+    rows = ((40, 1), (0, 19), (17, 20), (255, 2))
+    window = 16 if "sliding_window" in entry.capabilities.features else None
+    for sliding_window in {None, window}:
+        _compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
+
+
+def check_layout_is_shared(entry: Entry, options: Any) -> None:
+    """If a layout is named: lab's own plugins of that layout find in the cache what this one writes there."""
+    layout = entry.capabilities.kv_layout
+    if not layout:
+        raise NotDeclared("no kv_layout")
+    for device in _devices(entry):
+        spec = _spec(Case((), head_dim=_dim(entry), dtype=_dtypes(entry)[0]), device)
+        backend = _make(entry, options, spec)
+        kv = torch.zeros(backend.kv_shape(4, spec.block_size), dtype=spec.kv_dtype, device=device)
+        slots = torch.arange(2 * spec.block_size, 4 * spec.block_size, device=device)
+        generator = torch.Generator().manual_seed(6)
+        shape = (len(slots), spec.num_kv_heads, spec.head_dim)
+        k_TKH, v_TKH = (torch.randn(shape, generator=generator).to(device, spec.dtype) for _ in range(2))
+        backend.write(k_TKH, v_TKH, kv, slots)
+        for other in registry.entries("attention"):
+            if not _is_like(other, layout, spec) or other.name == entry.name:
+                continue
+            peer = _make(other, other.options(), spec)
+            if peer.kv_shape(4, spec.block_size) != kv.shape:
+                wanted = peer.kv_shape(4, spec.block_size)
+                raise CheckFailed(f"kv_layout={layout}: {other.name} gives 4 blocks the shape {wanted}, not {tuple(kv.shape)}")
+            found = peer.export_blocks(kv, torch.tensor([2, 3], device=device)).flatten(0, 1)
+            if not (torch.equal(found[:, 0], k_TKH) and torch.equal(found[:, 1], v_TKH)):
+                raise CheckFailed(f"kv_layout={layout}: {other.name} does not find in the cache what was written there")
 
 
 def _ask_for(entry: Entry, feature: str) -> None:
@@ -195,7 +249,16 @@ def _make(entry: Entry, options: Any, spec: AttentionSpec) -> Attention:
     return entry.load()(options, spec)
 
 
-def _compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None) -> None:
+def _is_like(other: Entry, layout: str, spec: AttentionSpec) -> bool:
+    """One of lab's own that keeps its cache in that layout and can serve the spec on this machine."""
+    if other.source != "built-in" or other.capabilities.kv_layout != layout:
+        return False
+    dtype = str(spec.dtype).removeprefix("torch.")
+    needs = Needs(device=spec.device.type, dtype=dtype, kv_dtype=dtype, head_dim=spec.head_dim, block_size=spec.block_size)
+    return not unmet(other.capabilities, needs)
+
+
+def _compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False) -> None:
     """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition."""
     case = replace(case, block_size=max(case.block_size, entry.capabilities.block_multiple))
     if case.dtype not in _dtypes(entry):
@@ -204,7 +267,7 @@ def _compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = Non
         backend = _make(entry, options, _spec(case, device))
         reuse = backend.plan(_Trial(reuse_of, device, seed=5).batch) if reuse_of else None
         trial = _Trial(case, device, seed=0)
-        trial.run(backend, reuse)
+        trial.run(backend, reuse, lse=lse)
 
 
 class _Trial:
@@ -236,7 +299,7 @@ class _Trial:
         builder = BatchBuilder(rows, case.block_size, self.device)
         return builder.build(shares, len(self.q_TNH), len(case.rows) + case.num_padding_rows)
 
-    def run(self, backend: Attention, reuse: Any) -> None:
+    def run(self, backend: Attention, reuse: Any, *, lse: bool = False) -> None:
         case, device = self.case, self.device
         kv = torch.full(backend.kv_shape(self.num_blocks, case.block_size), float("nan"), dtype=case.dtype, device=device)
         for table, k_SKH, v_SKH, (before, _) in zip(self.tables, self.keys, self.values, case.rows, strict=True):
@@ -250,7 +313,12 @@ class _Trial:
             raise CheckFailed("plan(batch, reuse) returned another plan; a captured graph would go on reading the old one")
         out_TNH = torch.full_like(self.q_TNH, float("nan")).to(device)
         backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
-        backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
+        if lse:
+            lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
+            backend.attend_lse(self.q_TNH.to(device), kv, plan, out_TNH, lse_TN)
+            self._judge_lse(lse_TN.cpu())
+        else:
+            backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
         self._judge(out_TNH.cpu())
         strangers = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
         if not strangers.isnan().all():
@@ -261,34 +329,74 @@ class _Trial:
         padding = torch.full((self.case.num_padding, *parts[0].shape[1:]), 7.0, dtype=self.case.dtype)
         return torch.cat([*parts, padding]).to(self.device)
 
+    def _diagnosis(self, found_QNH: torch.Tensor, q_QNH: torch.Tensor, row: int) -> str:
+        """What the wrong outputs look like."""
+        if found_QNH.isnan().any():
+            return _hint(found_QNH)
+
+        def fits(**changed: Any) -> float:
+            return float((found_QNH - self._definition(q_QNH, row, **changed)).abs().max())
+
+        for words, ahead in (("keys after the query, as if it were not causal", len(self.keys[row])), ("one key too many", 1)):
+            if fits(ahead=ahead) <= self.tolerance:
+                return f"its values are those of a query that sees {words}"
+        low, high = 0.05, 20.0
+        for _ in range(40):  # the right factor has the least error: close in on it from both sides, by ratios
+            third = (high / low) ** (1 / 3)
+            if fits(scale=low * third) < fits(scale=high / third):
+                high /= third
+            else:
+                low *= third
+        if fits(scale=low) <= self.tolerance:
+            right = self.case.head_dim**-0.5
+            return f"its values are those of a wrong scale: about {right * low:.3g}, where {right:.3g} is asked for"
+        return _hint(found_QNH)
+
     def _judge(self, out_TNH: torch.Tensor) -> None:
         first = 0
         for row, (before, count) in enumerate(self.case.rows):
             found = out_TNH[first : first + count].double()
-            wanted = self._definition(self.q_TNH[first : first + count], row)
-            worst = (found - wanted).abs().amax((1, 2))
+            q_QNH = self.q_TNH[first : first + count]
+            worst = (found - self._definition(q_QNH, row)).abs().amax((1, 2))
             token = int(worst.nan_to_num(torch.inf).argmax())
-            if not worst[token] <= TOLERANCE[self.case.dtype]:
+            if not worst[token] <= self.tolerance:
                 raise CheckFailed(
                     f"row {row} (context {before} + {count} tokens): token {token} is off by {worst[token]:.2g}, over "
-                    f"{TOLERANCE[self.case.dtype]:.0e} for {self.case.dtype}; {_hint(found[token])}. Case: {self.case}"
+                    f"{self.tolerance:.0e} for {self.case.dtype}; {self._diagnosis(found, q_QNH, row)}. Case: {self.case}"
                 )
             first += count
         if not out_TNH[first:].isfinite().all():
             raise CheckFailed("a padding token's output is not finite")
 
-    def _definition(self, q_QNH: torch.Tensor, row: int) -> torch.Tensor:
-        case = self.case
-        group = case.num_heads // case.num_kv_heads
-        k_SNH = self.keys[row].double().repeat_interleave(group, 1)
+    def _judge_lse(self, lse_TN: torch.Tensor) -> None:
+        first = 0
+        for row, (_, count) in enumerate(self.case.rows):
+            scores_NQS = self._scores(self.q_TNH[first : first + count], row)
+            off = (lse_TN[first : first + count].double() - scores_NQS.logsumexp(-1).T).abs().max()
+            if not off <= 10 * self.tolerance:
+                raise CheckFailed(f"row {row}: the logsumexp is off by {off:.2g}; it is of the scaled scores, and natural")
+            first += count
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.case.dtype]
+
+    def _definition(self, q_QNH: torch.Tensor, row: int, **changed: Any) -> torch.Tensor:
+        group = self.case.num_heads // self.case.num_kv_heads
         v_SNH = self.values[row].double().repeat_interleave(group, 1)
-        scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5
+        return torch.einsum("nqs,snh->qnh", self._scores(q_QNH, row, **changed).softmax(-1), v_SNH)
+
+    def _scores(self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0) -> torch.Tensor:
+        """The scores by the definition; `scale` times the right scale, and `ahead` keys after the query seen, are faults."""
+        case = self.case
+        k_SNH = self.keys[row].double().repeat_interleave(case.num_heads // case.num_kv_heads, 1)
+        scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5 * scale
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         num_q, num_ctx = scores.shape[1:]
         distance = torch.arange(num_ctx - num_q, num_ctx)[:, None] - torch.arange(num_ctx)
-        seen = (distance >= 0) & (distance < (case.sliding_window or num_ctx + 1))
-        return torch.einsum("nqs,snh->qnh", scores.masked_fill(~seen, -torch.inf).softmax(-1), v_SNH)
+        seen = (distance >= -ahead) & (distance < (case.sliding_window or num_ctx + 1))
+        return scores.masked_fill(~seen, -torch.inf)
 
 
 def _hint(found_NH: torch.Tensor) -> str:

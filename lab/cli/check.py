@@ -16,7 +16,7 @@ def check(arguments: Arguments) -> int:
     registry.discover(arguments.plugins)
     entry, options = plugin_to_check(arguments.overrides)
     if not unmet(entry.capabilities, Needs()):
-        entry.load()  # what it needs is here: if it cannot be imported, its own traceback says why
+        entry = entry.with_options(options)  # what it needs is here: if it cannot be imported, its own traceback says why
     if reasons := unusable(entry):
         raise UserError(f"{entry.kind} plugin '{entry.name}' cannot be checked on this machine: {'; '.join(reasons)}.")
     results: list[CheckResult] = []

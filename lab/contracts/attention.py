@@ -11,6 +11,7 @@ from lab.capabilities import Capabilities
 if TYPE_CHECKING:
     import torch
 
+    from lab.registry import Entry
     from lab.runner.batch import Batch
 
 
@@ -45,6 +46,16 @@ class Attention(ABC):
     class Options:
         pass
 
+    @classmethod
+    def parts(cls, options: Any) -> "dict[str, tuple[Entry, Any]]":
+        """The plugins that it hands its work to, with their options, by what each is for; most do all themselves."""
+        return {}
+
+    @classmethod
+    def capabilities_with(cls, options: Any) -> Capabilities:
+        """What it can serve with these options; of most plugins that does not depend on them."""
+        return cls.capabilities
+
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         self.options = options
         self.spec = spec
@@ -71,6 +82,14 @@ class Attention(ABC):
 
         Writes into out_TNH. The outputs of padding tokens must be finite.
         """
+
+    def attend_lse(
+        self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor", lse_TN: "torch.Tensor"
+    ) -> None:
+        """As `attend`, and into lse_TN (float32) the natural logsumexp of the scores, scaled and capped, that each query
+        sees: parts of one attention are merged by it. Called only where the feature `lse` is declared.
+        """
+        raise TypeError(f"attention plugin '{self.name}' declares no lse")
 
     @abstractmethod
     def export_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor") -> "torch.Tensor":

@@ -1,10 +1,10 @@
 """Which plugin serves each component of a run, decided once at start and written down."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lab import registry
-from lab.capabilities import Needs, Verdict, choose, unmet
+from lab.capabilities import Capabilities, Needs, Verdict, choose, unmet
 from lab.settings import PluginChoice
 
 
@@ -36,7 +36,8 @@ def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
         elif choice.name not in ("auto", entry.name) and entry.static_capabilities is None:
             verdicts.append(Verdict(entry.name, ("not chosen",)))
         else:
-            verdicts.append(Verdict(entry.name, tuple(unmet(entry.capabilities, needs)), entry.capabilities.priority))
+            capabilities = _capabilities(entry, choice, needs)
+            verdicts.append(Verdict(entry.name, tuple(unmet(capabilities, needs)), capabilities.priority))
     if choice.name != "auto" and registry.get(kind, choice.name).broken:
         registry.get(kind, choice.name).load()
     name = choose(kind, choice.name, verdicts)
@@ -52,7 +53,25 @@ def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
         "options": dict(choice.options),
         "passed_over": passed_over,
     }
+    if parts := _parts(entry, options):
+        record["parts"] = parts
     return Resolved(entry, options, record)
+
+
+def _capabilities(entry: registry.Entry, choice: PluginChoice, needs: Needs) -> Capabilities:
+    """Those of the plugin asked for may depend on its options; they are asked where its class can be imported."""
+    if entry.name != choice.name or unmet(entry.capabilities, Needs(device=needs.device)):
+        return entry.capabilities
+    return entry.with_options(entry.make_options(choice.options)).capabilities
+
+
+def _parts(entry: registry.Entry, options: Any) -> dict[str, dict[str, Any]]:
+    """The plugins that this one hands its work to, as they are recorded."""
+    parts = getattr(entry.load(), "parts", None)
+    return {
+        part: {"name": its.name, "class": f"{its.module}.{its.class_name}", "digest": its.digest, "options": asdict(made)}
+        for part, (its, made) in (parts(options) if parts else {}).items()
+    }
 
 
 def _not_chosen(choice: PluginChoice, name: str) -> list[str]:

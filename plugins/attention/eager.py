@@ -1,5 +1,6 @@
 """The reference: attention written out in float32, one row at a time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,9 @@ class Eager(PlainPaged):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse"},
         priority=0,
+        kv_layout="2PBKH",
     )
 
     def plan(self, batch: Any, reuse: Any = None) -> Plan:
@@ -36,11 +38,22 @@ class Eager(PlainPaged):
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         out_TNH[plan.q_start[-1] :] = 0
+        for tokens, k_SKH, v_SKH in self._rows(kv, plan):
+            out_TNH[tokens] = self._attend_row(q_TNH[tokens], k_SKH, v_SKH)
+
+    def attend_lse(
+        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor
+    ) -> None:
+        self.attend(q_TNH, kv, plan, out_TNH)
+        for tokens, k_SKH, _ in self._rows(kv, plan):
+            lse_TN[tokens] = self._scores(q_TNH[tokens], k_SKH).logsumexp(-1).T
+
+    def _rows(self, kv: torch.Tensor, plan: Plan) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Each row's tokens, and its keys and values in float32."""
         for row, ctx_len in enumerate(plan.ctx_len):
-            first, last = plan.q_start[row], plan.q_start[row + 1]
-            if last > first:
-                k_SKH, v_SKH = self._gather(kv, plan.blocks_RM[row], ctx_len)
-                out_TNH[first:last] = self._attend_row(q_TNH[first:last], k_SKH, v_SKH)
+            tokens = slice(plan.q_start[row], plan.q_start[row + 1])
+            if tokens.stop > tokens.start:
+                yield tokens, *self._gather(kv, plan.blocks_RM[row], ctx_len)
 
     def _gather(self, kv: torch.Tensor, blocks_M: torch.Tensor, ctx_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_blocks = -(-ctx_len // kv.shape[2])
@@ -48,9 +61,13 @@ class Eager(PlainPaged):
         return k_SKH, v_SKH
 
     def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
+        v_SNH = v_SKH.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 1)
+        weights_NQS = self._scores(q_QNH, k_SKH).softmax(-1)
+        return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype)
+
+    def _scores(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor) -> torch.Tensor:
         num_q, num_ctx = len(q_QNH), len(k_SKH)
-        group = self.spec.num_heads // self.spec.num_kv_heads
-        k_SNH, v_SNH = k_SKH.repeat_interleave(group, 1), v_SKH.repeat_interleave(group, 1)
+        k_SNH = k_SKH.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 1)
         scores_NQS = torch.einsum("qnh,snh->nqs", q_QNH.float(), k_SNH) * self.spec.scale
         if self.spec.softcap is not None:
             scores_NQS = torch.tanh(scores_NQS / self.spec.softcap) * self.spec.softcap
@@ -59,5 +76,4 @@ class Eager(PlainPaged):
         hidden = k_position > q_position
         if self.spec.sliding_window is not None:
             hidden |= k_position <= q_position - self.spec.sliding_window
-        weights_NQS = scores_NQS.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype)
+        return scores_NQS.masked_fill(hidden, float("-inf"))

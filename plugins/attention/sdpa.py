@@ -40,6 +40,7 @@ class Sdpa(PlainPaged):
         kv_dtypes={"float32", "bfloat16", "float16"},
         features={"gqa", "sliding_window", "spec_verify"},
         priority=10,
+        kv_layout="2PBKH",
     )
 
     def plan(self, batch: Any, reuse: Any = None) -> list[Group]:

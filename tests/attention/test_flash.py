@@ -193,7 +193,8 @@ class TestChoice:
         found = resolve("attention", PluginChoice("auto"), NEEDS)
         assert found.entry.name == "sdpa" and "no C++ compiler was found" in found.record["passed_over"]["flash"][0]
         with pytest.raises(
-            UserError, match=r"'flash' cannot serve this run: no C\+\+ compiler was found(.|\n)*These can: eager, sdpa"
+            UserError,
+            match=r"'flash' cannot serve this run: no C\+\+ compiler was found(.|\n)*These can: eager, flex, hybrid, sdpa",
         ):
             resolve("attention", PluginChoice("flash"), NEEDS)
 

@@ -12,7 +12,7 @@ import yaml
 from lab.cli.folders import point_folder
 from lab.cli.sweep import Point, Sweep
 from lab.errors import UserError
-from tests import plugin_files
+from tests import plugin_files, rigs
 
 
 def the_sweep(folder: Path) -> tuple[Path, list[dict]]:
@@ -47,6 +47,28 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     saved = yaml.safe_load((folder / rows[3]["folder"] / "config.yaml").read_text())
     assert saved["scheduler"]["policy"] == "priority"
     assert saved["tracking"]["wandb"]["job_type"] == "sweep" and saved["tracking"]["wandb"]["group"] == folder.name
+
+
+def test_every_attention_gives_the_same_tokens(lab, small, tmp_path, somewhere_else):
+    """Rows of the family's table: prompts in chunks beside decodes, in float32, with a model whose output attention decides."""
+    folder = rigs.mix(tmp_path / "mix", vocab_size=64)
+    rigs.alpha_tokenizer(folder)
+    prompts = [json.dumps({"prompt_token_ids": [(11 * i + n) % 64 for i in range(n)]}) for n in (3, 40, 90)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    names = ["eager", "sdpa", "flex", "flash", "hybrid"]
+    own = [f"model.path='{folder}'", "model.dtype=float32", "sampling={temperature: 0, max_tokens: 12, ignore_eos: true}"]
+    outcome = lab("run", "-m", *small, *own, "scheduler.max_num_batched_tokens=32", f"+attention={','.join(names)}")
+    assert outcome.code == 0, outcome.out + outcome.err
+    path, rows = the_sweep(somewhere_else)
+    assert [(row["attention"], row["status"]) for row in rows] == [(name, "ok") for name in names]
+    ran = [json.loads((path / row["folder"] / "resolved.json").read_text())["attention"]["name"] for row in rows]
+    assert ran == names
+    outputs = []
+    for row in rows:
+        lines = (path / row["folder"] / "requests.jsonl").read_text().splitlines()
+        outputs.append({r["id"]: r["output_token_ids"] for r in map(json.loads, lines)})
+    assert all(output == outputs[0] for output in outputs)
+    assert len({tuple(ids) for ids in outputs[0].values()}) == 3 and all(len(ids) == 12 for ids in outputs[0].values())
 
 
 def test_fail_fast_stops_at_the_first_failure(lab, small, somewhere_else):

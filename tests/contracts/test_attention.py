@@ -10,10 +10,13 @@ from lab import registry
 from lab.checks import CheckFailed, NotDeclared
 from lab.checks import attention as checks
 from lab.checks.attention import Case
+from lab.cli.machine import unusable
 
 registry.discover()
 CHECKS = [function for name, function in vars(checks).items() if name.startswith("check_")]
-USABLE = [entry for entry in registry.entries("attention") if entry.source == "built-in"]
+BUILT_IN = [entry for entry in registry.entries("attention") if entry.source == "built-in"]
+USABLE = [entry for entry in BUILT_IN if not unusable(entry)]
+OF_PACKAGES = {"fa", "flashinfer"}  # adapters of packages for CUDA: tests/attention/test_adapters.py
 Eager = registry.get("attention", "eager").load()
 
 
@@ -22,6 +25,19 @@ Eager = registry.get("attention", "eager").load()
 def test_contract(entry, check):
     with suppress(NotDeclared):
         check(entry, entry.options())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("prefill", "decode"), [("flex", "sdpa"), ("eager", "flex"), ("flash", "flash")])
+def test_contract_of_pairs(prefill, decode, check):
+    hybrid = registry.get("attention", "hybrid")
+    options = hybrid.make_options({"prefill": prefill, "decode": decode})
+    with suppress(NotDeclared):
+        check(hybrid.with_options(options), options)
+
+
+def test_only_adapters_may_lack_what_they_need():
+    assert {entry.name for entry in BUILT_IN} - {entry.name for entry in USABLE} <= OF_PACKAGES
 
 
 class IgnoresBlockTable(Eager):
@@ -73,29 +89,97 @@ class ForgetsWindow(Eager):
         super().__init__(options, checks.replace(spec, sliding_window=None))
 
 
+class ForgetsScale(Eager):
+    def __init__(self, options, spec):
+        super().__init__(options, checks.replace(spec, scale=1.0))
+
+
+class OneKvHeadForAll(Eager):
+    """As a kernel that divides the query heads wrongly."""
+
+    def _gather(self, kv, blocks_M, ctx_len):
+        k_SKH, v_SKH = super()._gather(kv, blocks_M, ctx_len)
+        return k_SKH[:, :1].expand_as(k_SKH), v_SKH[:, :1].expand_as(v_SKH)
+
+
+class OneTokenOfDrafts(Eager):
+    """As a decode kernel that sees every query of a row at the row's end."""
+
+    def _attend_row(self, q_QNH, k_SKH, v_SKH):
+        if len(q_QNH) > 10:
+            return super()._attend_row(q_QNH, k_SKH, v_SKH)
+        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
+
+
+class LogsumexpUnscaled(Eager):
+    def attend_lse(self, q_TNH, kv, plan, out_TNH, lse_TN):
+        super().attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)
+        lse_TN /= torch.tensor(2.0).log()
+
+
+class OtherOrderOfSlots(Eager):
+    """Right by itself, but not the layout that it names."""
+
+    def write(self, k_TKH, v_TKH, kv, slots_T):
+        super().write(k_TKH, v_TKH, kv, slots_T ^ 1)
+
+    def _gather(self, kv, blocks_M, ctx_len):
+        k_SKH, v_SKH = super()._gather(kv, blocks_M, ctx_len + ctx_len % 2)
+        swapped = torch.arange(len(k_SKH)) ^ 1
+        return k_SKH[swapped][:ctx_len], v_SKH[swapped][:ctx_len]
+
+    def export_blocks(self, kv, block_ids):
+        return super().export_blocks(kv, block_ids)[:, torch.arange(kv.shape[2]) ^ 1]
+
+
+class NewPlanForReuse(Eager):
+    capabilities = checks.replace(Eager.capabilities, graph="decode")
+
+
 class SwapsKeyAndValue(Eager):
     def export_blocks(self, kv, block_ids):
         return super().export_blocks(kv, block_ids).flip(2)
 
 
-FAULTS = [
-    (IgnoresBlockTable, "check_mixed_batch"),
-    (ReadsPastContext, "check_decode_at_block_edges"),
-    (WrongScale, "check_fresh_prefill"),
-    (PaddingIntoLastBlock, "check_padding"),
-    (LeavesPaddingUnwritten, "check_padding"),
-    (ReadsForPaddingRows, "check_padding"),
-    (NotCausal, "check_chunk_after_prefix"),
-    (ForgetsWindow, "check_sliding_window"),
-    (SwapsKeyAndValue, "check_layout_agrees_with_write"),
+FAULTS = [  # the fault, a check that finds it, and what the reason says
+    (IgnoresBlockTable, "check_mixed_batch", "it holds NaN: a slot that nobody wrote was read"),
+    (
+        ReadsPastContext,
+        "check_decode_at_block_edges",
+        r"context 0 \+ 1 tokens(.|\n)*it holds NaN: a slot that nobody wrote was read",
+    ),
+    (WrongScale, "check_fresh_prefill", "of a wrong scale: about 0.126, where 0.125 is asked for"),
+    (ForgetsScale, "check_fresh_prefill", "of a wrong scale: about 1, where 0.125 is asked for"),
+    (
+        PaddingIntoLastBlock,
+        "check_padding",
+        "a wrong block, position|a block that belongs to no row of the step was written to",
+    ),
+    (LeavesPaddingUnwritten, "check_padding", "a padding token's output is not finite"),
+    (ReadsForPaddingRows, "check_padding", "a padding token's output is not finite"),
+    (NotCausal, "check_chunk_after_prefix", "a query that sees keys after the query, as if it were not causal"),
+    (OneTokenOfDrafts, "check_drafts", "a query that sees keys after the query, as if it were not causal"),
+    (OneKvHeadForAll, "check_head_groups", "a wrong block, position, mask or scale"),
+    (ForgetsWindow, "check_sliding_window", "a wrong block, position, mask or scale"),
+    (SwapsKeyAndValue, "check_layout_agrees_with_write", "the key written to slot 49 is not what export_blocks shows there"),
+    (OtherOrderOfSlots, "check_layout_is_shared", "kv_layout=2PBKH: eager does not find in the cache what was written"),
+    (NewPlanForReuse, "check_plan_reuse", "returned another plan"),
+    (LogsumexpUnscaled, "check_lse", "row 0: the logsumexp is off by"),
 ]
 
 
-@pytest.mark.parametrize(("faulty", "name"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_planted_fault_is_found(faulty, name):
-    entry = SimpleNamespace(name="faulty", capabilities=Eager.capabilities, load=lambda: faulty)
-    with pytest.raises((CheckFailed, IndexError)):
+@pytest.mark.parametrize(("faulty", "name", "reason"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_planted_fault_is_found(faulty, name, reason):
+    entry = SimpleNamespace(name="faulty", capabilities=faulty.capabilities, load=lambda: faulty)
+    with pytest.raises(CheckFailed, match=reason):
         getattr(checks, name)(entry, faulty.Options())
+
+
+def test_a_subtle_layout_is_right_by_itself():
+    """So that only the comparison with the others finds it."""
+    entry = SimpleNamespace(name="subtle", capabilities=OtherOrderOfSlots.capabilities, load=lambda: OtherOrderOfSlots)
+    for check in (checks.check_mixed_batch, checks.check_layout_agrees_with_write):
+        check(entry, OtherOrderOfSlots.Options())
 
 
 def test_the_definition_agrees_with_torch():

@@ -43,6 +43,7 @@ class Flash(Attention):
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
         priority=20,
+        kv_layout="PK2BH",
     )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
