@@ -26,8 +26,8 @@ class Eager(PlainPaged):
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales"},
         priority=0,
     )
 
@@ -43,9 +43,9 @@ class Eager(PlainPaged):
                 out_TNH[first:last] = self._attend_row(q_TNH[first:last], k_SKH, v_SKH)
 
     def _gather(self, kv: torch.Tensor, blocks_M: torch.Tensor, ctx_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_blocks = -(-ctx_len // kv.shape[2])
-        k_SKH, v_SKH = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len].float()
-        return k_SKH, v_SKH
+        num_blocks = -(-ctx_len // self.spec.block_size)
+        rows_2SKS = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len]
+        return self.values(kv, 0, rows_2SKS[0]).float(), self.values(kv, 1, rows_2SKS[1]).float()
 
     def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
         num_q, num_ctx = len(q_QNH), len(k_SKH)

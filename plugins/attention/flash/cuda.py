@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.api import AttentionSpec, dataclass
+from lab.api import AttentionSpec, UserError, dataclass
 
 from . import kernels
 from .configs import Config, Gpu, decode_config, power_of_two, prefill_config
@@ -46,6 +46,8 @@ class CudaKernels:
     dim_multiple = 1
 
     def __init__(self, options: Any, spec: AttentionSpec, gpu: Gpu | None = None) -> None:
+        if spec.kv_scales != "none":
+            raise UserError("attention plugin 'flash' reads fp8 and int8 caches on the CPU only. These can: sdpa, eager.")
         self._spec = spec
         self._gpu = gpu or _gpu(spec.device)
         self._num_splits = options.num_splits
