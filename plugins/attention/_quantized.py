@@ -11,7 +11,7 @@ TINY = torch.finfo(torch.bfloat16).tiny
 
 def largest(dtype: torch.dtype) -> float:
     """The largest magnitude of a quantized dtype; -128 of int8 is not used."""
-    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    return 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
 
 
 def scales_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -32,3 +32,8 @@ def quantize(x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch
 def dequantize(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The values (..., H) of stored rows and their scales (...), in float32."""
     return stored.float() * scales.float()[..., None]
+
+
+def fixed_scales(kv: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """scales_2K of a layer, float32: a view of the beginning of the last block of its cache (P + 1, ...)."""
+    return kv[-1].view(-1)[: 8 * num_kv_heads].view(torch.float32).view(2, num_kv_heads)

@@ -16,7 +16,7 @@ import torch
 
 from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
 
-from .._quantized import dequantize, quantize, scales_of
+from .._quantized import dequantize, fixed_scales, quantize, scales_of
 from .cpu import LIBRARY, SOURCES, CpuKernels
 
 SCALE_BYTES = 2  # bfloat16
@@ -81,7 +81,7 @@ class Flash(Attention):
         kv[block_ids] = blocks
 
     def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
-        self._fixed(kv).copy_(scales_2K)
+        fixed_scales(kv, self.spec.num_kv_heads).copy_(scales_2K)
 
     @property
     def _dim(self) -> int:
@@ -98,14 +98,9 @@ class Flash(Attention):
     def _scales(self, kv: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """The scales of stored rows, [X, K, 2, B]: a view of the blocks, or those of the layer for all."""
         if self.spec.kv_scales == "head":
-            return self._fixed(kv).T[None, :, :, None]
+            return fixed_scales(kv, self.spec.num_kv_heads).T[None, :, :, None]
         size = self.spec.block_size
         return blocks[..., 2 * size * self._dim :].view(torch.bfloat16).unflatten(-1, (2, size))
-
-    def _fixed(self, kv: torch.Tensor) -> torch.Tensor:
-        """The layer's scales_2K, a view into its cache."""
-        num_kv_heads = self.spec.num_kv_heads
-        return kv[-1].view(-1)[: 8 * num_kv_heads].view(torch.float32).view(2, num_kv_heads)
 
     def plan(self, batch: Any, reuse: Any = None) -> Any:
         return self._kernels.plan(batch, reuse)
