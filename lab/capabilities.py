@@ -15,7 +15,7 @@ from lab.errors import UserError, unknown
 API_VERSION = 1
 GRAPH_SUPPORT = ("never", "decode", "uniform", "any")  # each includes those before it
 FEATURES = (  # what runs may ask of a plugin
-    *("gqa", "sliding_window", "softcap", "sinks", "spec_verify", "mla", "lse", "cascade"),
+    *("gqa", "sliding_window", "softcap", "sinks", "spec_verify", "mla", "lse", "cascade", "token_head_scales"),
     *("moe", "tensor_parallel", "expert_parallel"),
 )
 TOOLS = {"cxx": native.available}  # each says why it is lacking, or None
@@ -28,7 +28,7 @@ class Capabilities:
     api_version: int = API_VERSION
     devices: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset()  # of activations: float32, bfloat16, float16
-    kv_dtypes: frozenset[str] = frozenset()
+    kv_dtypes: frozenset[str] = frozenset()  # of the cache: those above, fp8 (e4m3), int8
     head_dims: frozenset[int] = frozenset()
     block_multiple: int = 1  # block sizes must be a multiple of it
     features: frozenset[str] = frozenset()  # of FEATURES

@@ -36,7 +36,8 @@ class CacheSettings:
     num_blocks: int | None = None
     memory_utilization: float = 0.92
     memory_bytes: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto"
+    scales: str = "auto"  # of a quantized cache: auto, token_head, checkpoint, one, or a file of `lab calibrate`
     enable_prefix_caching: bool = True
     hash_algo: Literal["blake2b", "sha256"] = "blake2b"
 
@@ -48,6 +49,15 @@ class CacheSettings:
             raise UserError(f"cache.memory_utilization must be over 0 and at most 1; got {self.memory_utilization:g}.")
         if self.num_blocks is not None and self.memory_bytes is not None:
             raise UserError("cache.num_blocks and cache.memory_bytes both fix the size of the cache: give one of them.")
+        if self.scales != "auto" and not self.is_quantized:
+            raise UserError(
+                f"cache.scales={self.scales}: a cache of cache.dtype={self.dtype} has no scales. Set cache.dtype=int8 or fp8."
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are kept in a dtype that needs scales."""
+        return self.dtype in ("fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ def _prepare(
     """Tokenise the workload, know the device, start the sinks: all that must not count in the run's time."""
     engine = stack.engine
     resolved, maker = workload
-    items = checked_items(maker.items(_model_facts(stack)), resolved.entry.name)
+    items = checked_items(maker.items(model_facts(stack)), resolved.entry.name)
     planned = plan(items, stack.frontend, stack.frontend.defaults)
     startup_s = {**engine.startup_s, "total": time.perf_counter() - begin_s}
     records = {**engine.records, "workload": resolved.record}
@@ -133,7 +133,7 @@ def _prepare(
     write_json(folder / "env.json", describe(engine.facts.device))
     device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
     sinks = _sinks(settings, named_sinks)
-    limits = floors(engine.model_config, engine.facts.dtype, device)
+    limits = floors(engine.model_config, engine.facts.dtype, device, engine.facts.kv_dtype)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
     profile = Profile(stack, limits) if settings.profile else None
@@ -187,7 +187,8 @@ def _exit_code(recorder: Recorder) -> int:
     return USER_ERROR if totals.num_failed and totals.num_failed == totals.num_requests else DONE
 
 
-def _model_facts(stack: Stack) -> ModelFacts:
+def model_facts(stack: Stack) -> ModelFacts:
+    """What a workload may know of the model."""
     tokenizer, config = stack.frontend.tokenizer, stack.engine.model_config
     special = set(config.eos_ids)
     if tokenizer is not None:

@@ -1,5 +1,7 @@
 """Contract checks of attention plugins: against the definition, written out densely in float64."""
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.rows import Rows
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # KV dtypes by the names that capabilities have for them
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -31,6 +34,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
     softcap: float | None = None
+    kv_dtype: torch.dtype | None = None  # None: dtype
+    kv_scales: str = "none"
     num_padding: int = 0  # tokens with slot -1 after the last row
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
 
@@ -150,6 +155,37 @@ def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
                     raise CheckFailed(f"the {what} written to slot {slot} is not what export_blocks shows there")
 
 
+def check_quantized_cache(entry: Entry, options: Any) -> None:
+    """If declared: fp8 and int8 caches hold what was written within the format's rounding, and attention reads just that."""
+    declared = [dtype for name, dtype in QUANTIZED.items() if name in entry.capabilities.kv_dtypes]
+    if not declared:
+        raise NotDeclared("no KV dtype fp8 or int8")
+    kinds = ("token_head", "head") if "token_head_scales" in entry.capabilities.features else ("head",)
+    rows = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (700, 1), (16, 100))
+    for kv_dtype, kv_scales, dtype in itertools.product(declared, kinds, _dtypes(entry)):
+        case = Case(rows, head_dim=_dim(entry), dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, num_padding=2)
+        _compare(entry, options, case)
+
+
+def check_quantized_export_and_load(entry: Entry, options: Any) -> None:
+    """If declared: blocks loaded into an fp8 or int8 cache are given back within the format's rounding, and no others."""
+    declared = [dtype for name, dtype in QUANTIZED.items() if name in entry.capabilities.kv_dtypes]
+    if not declared:
+        raise NotDeclared("no KV dtype fp8 or int8")
+    kinds = ("token_head", "head") if "token_head_scales" in entry.capabilities.features else ("head",)
+    for kv_dtype, kv_scales, device in itertools.product(declared, kinds, _devices(entry)):
+        trial = _Trial(Case(((0, 32),), head_dim=_dim(entry), kv_dtype=kv_dtype, kv_scales=kv_scales), device, seed=0)
+        backend = _make(entry, options, _spec(trial.case, device))
+        kv = trial._poisoned(backend)
+        before = backend.export_blocks(kv, torch.from_numpy(trial.unowned).to(device))
+        x_XB2KH = torch.stack((trial.keys[0], trial.values[0]), 1).unflatten(0, (2, -1)).to(device)
+        backend.load_blocks(kv, torch.from_numpy(trial.tables[0]).to(device), x_XB2KH)
+        trial._read_back(backend, kv)
+        after = backend.export_blocks(kv, torch.from_numpy(trial.unowned).to(device))
+        if not torch.equal(before.nan_to_num(7.0), after.nan_to_num(7.0)):
+            raise CheckFailed("load_blocks wrote into a block that it was not given")
+
+
 def check_plan_reuse(entry: Entry, options: Any) -> None:
     """If graphs are declared: plan(batch, reuse) fills the given plan in place, and the result is still right."""
     level = GRAPH_SUPPORT.index(entry.capabilities.graph)
@@ -238,10 +274,11 @@ def _spec(case: Case, device: torch.device) -> AttentionSpec:
         scale=case.head_dim**-0.5,
         block_size=case.block_size,
         dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=case.dtype if case.kv_dtype is None else case.kv_dtype,
         device=device,
         sliding_window=case.sliding_window,
         softcap=case.softcap,
+        kv_scales=case.kv_scales,
     )
 
 
@@ -282,6 +319,9 @@ class _Trial:
         self.values = [torch.randn(n, *shape, generator=generator).to(case.dtype) for n in totals]
         num_tokens = sum(count for _, count in case.rows) + case.num_padding
         self.q_TNH = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
+        self.scales_2K = torch.empty(2, case.num_kv_heads)
+        if case.kv_scales != "none":
+            self._vary(generator)
         needs = [-(-n // case.block_size) for n in totals]
         self.num_blocks = sum(needs) + 3
         # block 0, which the tables of padding rows name, is nobody's
@@ -289,6 +329,22 @@ class _Trial:
         self.tables = np.split(order[: sum(needs)], np.cumsum(needs)[:-1])
         self.unowned = order[sum(needs) :]
         self.batch = self._batch(max(totals))
+
+    def _vary(self, generator: torch.Generator) -> None:
+        """Magnitudes that differ, so that a wrong scale shows: with KV head and half, and where scales do, with the token."""
+        case = self.case
+        by_head_2K = torch.exp2(torch.rand(2, case.num_kv_heads, generator=generator) * 2 - 2)
+        highest_2K = torch.zeros(2, case.num_kv_heads)
+        for half, rows in enumerate((self.keys, self.values)):
+            for row, x_SKH in enumerate(rows):
+                sizes = by_head_2K[half].expand(len(x_SKH), -1)
+                if case.kv_scales == "token_head":
+                    sizes = sizes * torch.exp2(torch.randint(-3, 1, sizes.shape, generator=generator))
+                rows[row] = (x_SKH.float() * sizes[..., None]).to(case.dtype)
+                if len(x_SKH):
+                    highest_2K[half] = torch.maximum(highest_2K[half], rows[row].float().abs().amax((0, 2)))
+        if case.kv_dtype is not None:
+            self.scales_2K = highest_2K / _largest(case.kv_dtype)
 
     def _batch(self, longest: int) -> Batch:
         case = self.case
@@ -301,7 +357,8 @@ class _Trial:
 
     def run(self, backend: Attention, reuse: Any, *, lse: bool = False) -> None:
         case, device = self.case, self.device
-        kv = torch.full(backend.kv_shape(self.num_blocks, case.block_size), float("nan"), dtype=case.dtype, device=device)
+        kv = self._poisoned(backend)
+        before_X = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
         for table, k_SKH, v_SKH, (before, _) in zip(self.tables, self.keys, self.values, case.rows, strict=True):
             if before:
                 positions = np.arange(before)
@@ -316,13 +373,45 @@ class _Trial:
         if lse:
             lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
             backend.attend_lse(self.q_TNH.to(device), kv, plan, out_TNH, lse_TN)
-            self._judge_lse(lse_TN.cpu())
         else:
             backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
+        if case.kv_scales != "none":
+            self._read_back(backend, kv)
+        if lse:
+            self._judge_lse(lse_TN.cpu())
         self._judge(out_TNH.cpu())
         strangers = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
-        if not strangers.isnan().all():
+        if not torch.equal(strangers.nan_to_num(7.0), before_X.nan_to_num(7.0)):
             raise CheckFailed("a block that belongs to no row of the step was written to")
+
+    def _poisoned(self, backend: Attention) -> torch.Tensor:
+        """A pool of bytes that are NaN in every float dtype, scales included, with its fixed scales in place."""
+        spec, device = backend.spec, self.device
+        shape = backend.kv_shape(self.num_blocks, spec.block_size)
+        num_bytes = math.prod(shape) * spec.kv_dtype.itemsize
+        kv = torch.full((num_bytes,), 255, dtype=torch.uint8, device=device).view(spec.kv_dtype).view(shape)
+        if spec.kv_scales == "head":
+            backend.set_scales(kv, self.scales_2K.to(device))
+        return kv
+
+    def _read_back(self, backend: Attention, kv: torch.Tensor) -> None:
+        """Hold what the cache gives back against what was written; the attention is then judged by what it gives back."""
+        spec = backend.spec
+        for row, table in enumerate(self.tables):
+            blocks = backend.export_blocks(kv, torch.from_numpy(table).to(self.device)).flatten(0, 1).cpu()
+            if blocks.dtype != spec.dtype:
+                raise CheckFailed(f"export_blocks of a quantized cache gave {blocks.dtype}, not the values in {spec.dtype}")
+            for half, (written, what) in enumerate(((self.keys, "key"), (self.values, "value"))):
+                found_SKH, wanted_SKH = blocks[: len(written[row]), half], written[row]
+                scales = self.scales_2K[half] if spec.kv_scales == "head" else None
+                beyond = (found_SKH.double() - wanted_SKH.double()).abs() > _rounding(wanted_SKH, spec, scales)
+                if not found_SKH.isfinite().all() or beyond.any():
+                    token, head = beyond.any(-1).nonzero()[0].tolist() if beyond.any() else (0, 0)
+                    raise CheckFailed(
+                        f"row {row}, token {token}, KV head {head}: the {what} that was read back is not the one written, "
+                        f"within the rounding of {spec.kv_dtype} with scales of each {spec.kv_scales}"
+                    )
+                written[row] = found_SKH
 
     def _step_tokens(self, per_row: list[torch.Tensor]) -> torch.Tensor:
         parts = [x[before:] for x, (before, _) in zip(per_row, self.case.rows, strict=True)]
@@ -397,6 +486,18 @@ class _Trial:
         distance = torch.arange(num_ctx - num_q, num_ctx)[:, None] - torch.arange(num_ctx)
         seen = (distance >= -ahead) & (distance < (case.sliding_window or num_ctx + 1))
         return scores.masked_fill(~seen, -torch.inf)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def _rounding(x_SKH: torch.Tensor, spec: AttentionSpec, scales_K: torch.Tensor | None) -> torch.Tensor:
+    """How far each value may be off: half a step of int8, or of e4m3 (3 bits of mantissa); more by what scales are rounded."""
+    x = x_SKH.double().abs()
+    scale = x.amax(-1, keepdim=True) / _largest(spec.kv_dtype) if scales_K is None else scales_K.double()[:, None]
+    step = scale.expand_as(x) if spec.kv_dtype == torch.int8 else torch.maximum(x / 8, scale * 2.0**-9)
+    return step * 0.51 + x * torch.finfo(spec.dtype).eps
 
 
 def _hint(found_NH: torch.Tensor) -> str:

@@ -184,6 +184,9 @@ class _Memory(Checkpoint):
     def names(self) -> Iterable[str]:
         return self.tensors
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
     def file_of(self, name: str) -> str:
         return "memory"
 

@@ -20,6 +20,8 @@ class Arguments:
     fail_fast: bool = False
     print_config: bool = False
     measure: bool = False
+    out: list[str] = field(default_factory=list)
+    per: list[str] = field(default_factory=list)
 
 
 def parse(argv: list[str]) -> Arguments:

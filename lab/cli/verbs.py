@@ -133,6 +133,23 @@ Only config.json of the model is read: model.path may be a folder without weight
 """,
             (CONFIG_DIR, Flag(("--measure",), "measure", "measure the device again; the higher of both results is kept")),
         ),
+        Verb(
+            "calibrate",
+            "Write the ranges of keys and values that a quantized KV cache may take its scales from.",
+            "lab.cli.calibrate:calibrate",
+            "calibrate --out=FILE [flags] [overrides]",
+            """
+Runs a workload and keeps the largest magnitudes that each layer's keys and values reach. The file serves both quantized dtypes:
+  lab calibrate --out=ranges.json workload.path=prompts.jsonl
+  lab run cache.dtype=int8 cache.scales=ranges.json
+Whatever lies beyond a range is clipped, so the workload should be like what will be served.
+""",
+            (
+                CONFIG_DIR,
+                Flag(("--out",), "out", "the file to write", "FILE"),
+                Flag(("--per",), "per", "head (the default) | tensor: what has a range of its own in each layer", "WHAT"),
+            ),
+        ),
         Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
     )
 }

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lab.capabilities import Capabilities
 
@@ -29,12 +29,18 @@ class AttentionSpec:
     device: "torch.device"
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None
+    kv_scales: Literal["none", "token_head", "head"] = "none"  # of a quantized kv_dtype (float8_e4m3fn, int8): see Attention
 
 
 class Attention(ABC):
     """Paged attention over a cache whose layout is the plugin's own.
 
     Shapes: q_TNH, k_TKH, v_TKH and out_TNH for the T tokens of a step, rows one after another as in `batch.q_start_R1`.
+
+    Of a quantized cache (`spec.kv_scales`) a value is what is stored times a scale, and the scales are part of the layout, so
+    that a block's bytes count them. `token_head`: `write` gives each token, KV head and half (keys, values) a scale of its
+    own and stores it with the block. `head`: a layer's scales are fixed, one for each half and KV head, and `set_scales` puts
+    them into the layer's cache once; what lies beyond them is clipped.
     """
 
     kind: ClassVar[str]
@@ -93,8 +99,12 @@ class Attention(ABC):
 
     @abstractmethod
     def export_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor") -> "torch.Tensor":
-        """Copy X blocks out as x_XB2KH (key then value), whatever the layout."""
+        """Copy X blocks out as x_XB2KH (key then value), whatever the layout; if quantized, the values in `spec.dtype`."""
 
     @abstractmethod
     def load_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor", x_XB2KH: "torch.Tensor") -> None:
-        """Put blocks in, the inverse of `export_blocks`."""
+        """Put blocks in, the inverse of `export_blocks`; a quantized cache rounds them once more."""
+
+    def set_scales(self, kv: "torch.Tensor", scales_2K: "torch.Tensor") -> None:
+        """Keep the fixed scales of a layer (float32; keys, then values) in its cache, before anything is written."""
+        raise AssertionError(f"attention plugin '{self.name}' was given scales, and declares no quantized KV dtype")

@@ -21,6 +21,7 @@ from lab.engine.executor import InProcessExecutor
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
 from lab.kv.blocks import BlockManager
+from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
@@ -48,6 +49,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     config = read_config(folder)
     dtype = _dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
+    ranges = ranges_of(settings.cache)
 
     common = {"device": device.type, "dtype": _name(dtype)}
     chosen = _choose_plugins(settings, config, common)
@@ -67,6 +69,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     )
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    scales = _fixed_scales(settings.cache, ranges, model, config)
 
     limits = _limits(settings, config, max_model_len)
     compiled = compile_for_run(
@@ -81,12 +84,13 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         num_drafts=proposer.num_drafts,
     )
     warm_begin = time.perf_counter()
-    runner = _warm_runner(settings, model, compiled, backends, proposer, limits, device)
+    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, limits, device)
     num_blocks = runner.store.num_blocks
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
 
-    scheduler = _scheduler(settings, chosen, num_blocks, _name(backends[0].spec.kv_dtype), max_model_len, proposer.num_drafts)
+    kv_dtype = _name(backends[0].spec.kv_dtype)
+    scheduler = _scheduler(settings, chosen, num_blocks, kv_dtype, max_model_len, proposer.num_drafts)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -95,6 +99,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         max_model_len=max_model_len,
         device=device.type,
         dtype=_name(dtype),
+        kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
         kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
@@ -119,7 +124,7 @@ def _scheduler(
         settings.cache.block_size,
         enable_prefix_caching=settings.cache.enable_prefix_caching,
         hash_algo=settings.cache.hash_algo,
-        extra_keys=(kv_dtype,),
+        extra_keys=(kv_dtype, settings.cache.scales),
     )
     policy = chosen["policy"].make()
     return Scheduler(
@@ -132,12 +137,13 @@ def _warm_runner(
     model: nn.Module,
     compiled: Compiled,
     backends: list[Attention],
+    scales: list[torch.Tensor],
     proposer: Proposer,
     limits: Limits,
     device: torch.device,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
-    trial_store = KVStore(backends, _profile_blocks(settings, limits))
+    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales)
     runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
@@ -147,7 +153,7 @@ def _warm_runner(
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
     )
-    runner.replace_store(KVStore(backends, num_blocks))
+    runner.replace_store(KVStore(backends, num_blocks, scales))
     if graphs is not None:
         graphs.capture(runner.store.layers)
         runner.forward = graphs
@@ -200,7 +206,8 @@ def _backends(
     settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
 ) -> list[Attention]:
     """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
-    kv_dtype = dtype if settings.cache.dtype == "auto" else getattr(torch, settings.cache.dtype)
+    name = settings.cache.dtype
+    kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
     of_spec: dict[AttentionSpec, Attention] = {}
     backends = []
     for layer in model.attention_layers:
@@ -215,6 +222,7 @@ def _backends(
             device=device,
             sliding_window=layer.sliding_window,
             softcap=layer.softcap,
+            kv_scales=kv_scales(settings.cache),
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -225,6 +233,15 @@ def _backends(
     return backends
 
 
+def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:
+    """scales_2K of each layer, where the cache has fixed ones."""
+    layers = model.attention_layers
+    quantization = config.raw.get("quantization_config") or {}
+    scheme = (quantization.get("kv_cache_scheme") or {}).get("type", "float")
+    of_checkpoint = [layer.kv_scales_2K for layer in layers]
+    return fixed_scales(cache, ranges, [layer.num_kv_heads for layer in layers], of_checkpoint, scheme)
+
+
 def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
     features = set()
     if spec.num_heads != spec.num_kv_heads:
@@ -233,6 +250,8 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("sliding_window")
     if spec.softcap is not None:
         features.add("softcap")
+    if spec.kv_scales == "token_head":
+        features.add("token_head_scales")
     if drafts:
         features.add("spec_verify")
     return Needs(
@@ -277,6 +296,10 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def _name(dtype: torch.dtype) -> str:
+    """The dtype as settings and capabilities name it."""
+    for name, quantized in DTYPES.items():
+        if dtype == quantized:
+            return name
     return str(dtype).removeprefix("torch.")
 
 

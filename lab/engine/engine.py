@@ -44,6 +44,7 @@ class EngineFacts:
     max_model_len: int
     device: str
     dtype: str
+    kv_dtype: str  # of the cache
     weights_bytes: int
     kv_bytes_per_token: int
     num_threads: int

@@ -1,6 +1,7 @@
 """The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -14,9 +15,13 @@ class KVStore:
     The tensors are zero-filled: memory nobody wrote is read (and masked away) by some backends, so it must be finite.
     """
 
-    def __init__(self, backends: list[Attention], num_blocks: int) -> None:
+    def __init__(self, backends: list[Attention], num_blocks: int, scales: Sequence[torch.Tensor] = ()) -> None:
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones."""
         self.num_blocks = num_blocks
         self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
+        if scales:
+            for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):
+                backend.set_scales(kv, scales_2K)
 
 
 def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:

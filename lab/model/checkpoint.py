@@ -33,6 +33,10 @@ class Checkpoint(ABC):
         """Every tensor in the checkpoint, by the names transformers gives them."""
 
     @abstractmethod
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of `names`. Raises UserError when there is no such tensor."""
+
+    @abstractmethod
     def file_of(self, name: str) -> str:
         """The file that holds a tensor of `names`."""
 

@@ -65,6 +65,7 @@ class SelfAttention(nn.Module):
             self.head_dim,
             scale=self.head_dim**-0.5,
             sliding_window=config.layer_windows[layer],
+            name=at,
         )
         o_parts = ((f"{at}.o_proj", config.hidden_size),)
         self.o_proj = build.linear(f"{at}.o_proj", q_rows, o_parts, bias=config.output_bias)

@@ -81,6 +81,11 @@ class GgufCheckpoint(Checkpoint):
         """Every tensor with its shape."""
         return [(name, self.file.tensors[source].shape) for name, source in self._name_of.items()]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        if name not in self._name_of:
+            raise self.missing(name, self.file.path)
+        return self.file.tensors[self._name_of[name]].shape
+
     def file_of(self, name: str) -> str:
         return str(self.file.path)
 

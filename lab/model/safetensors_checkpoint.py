@@ -116,9 +116,15 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise UserError(f"{index.parent / shard}: tensor '{name}' is missing, though {index.name} puts it there.")
 
     def _read(self, name: str, out: torch.Tensor) -> None:
+        self._holder(name).read(name, out)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._holder(name).entries[name].shape
+
+    def _holder(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
             raise self.missing(name, self.where if len(self._files) > 1 else next(iter(self._files.values())).path)
-        self._file_of[name].read(name, out)
+        return self._file_of[name]
 
     def names(self) -> Iterable[str]:
         return self._file_of.keys()

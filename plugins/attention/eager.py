@@ -27,8 +27,8 @@ class Eager(PlainPaged):
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse", "token_head_scales"},
         priority=0,
         kv_layout="2PBKH",
     )
@@ -56,9 +56,9 @@ class Eager(PlainPaged):
                 yield tokens, *self._gather(kv, plan.blocks_RM[row], ctx_len)
 
     def _gather(self, kv: torch.Tensor, blocks_M: torch.Tensor, ctx_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_blocks = -(-ctx_len // kv.shape[2])
-        k_SKH, v_SKH = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len].float()
-        return k_SKH, v_SKH
+        num_blocks = -(-ctx_len // self.spec.block_size)
+        rows_2SKS = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len]
+        return self.values(kv, 0, rows_2SKS[0]).float(), self.values(kv, 1, rows_2SKS[1]).float()
 
     def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
         v_SNH = v_SKH.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 1)

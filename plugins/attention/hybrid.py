@@ -97,6 +97,9 @@ class Hybrid(Attention):
     def load_blocks(self, kv: torch.Tensor, block_ids: torch.Tensor, x_XB2KH: torch.Tensor) -> None:
         self._cache.load_blocks(kv, block_ids, x_XB2KH)
 
+    def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
+        self._cache.set_scales(kv, scales_2K)
+
     def plan(self, batch: Any, reuse: Any = None) -> list[Part]:
         decodes_R = np.diff(batch.q_start_R1_cpu) == 1
         if decodes_R.all() or not decodes_R.any():

@@ -37,8 +37,8 @@ class Sdpa(PlainPaged):
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "spec_verify"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
+        features={"gqa", "sliding_window", "spec_verify", "token_head_scales"},
         priority=10,
         kv_layout="2PBKH",
     )
@@ -67,8 +67,9 @@ class Sdpa(PlainPaged):
         for group in plan:
             num_rows, num_ctx = group.slots_RS.shape
             index = group.slots_RS.reshape(-1)
-            k_RKSH = keys.index_select(0, index).view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
-            v_RKSH = values.index_select(0, index).view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
+            k_XKH, v_XKH = (self.values(kv, i, half.index_select(0, index)) for i, half in enumerate((keys, values)))
+            k_RKSH = k_XKH.view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
+            v_RKSH = v_XKH.view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
             q_XNH = q_TNH[group.q_index]
             num_q = len(q_XNH) // num_rows
             done += len(q_XNH)

@@ -65,7 +65,8 @@ class _Recorded:
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
+        names |= {"int8": "i8", "int32": "i32", "int64": "i64"}
         return "*" + names[str(value.dtype).removeprefix("torch.")]
     assert isinstance(value, int)
     return "i32"

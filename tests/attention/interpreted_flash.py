@@ -4,6 +4,7 @@ Float32 and float16 alone: the interpreter computes wrongly in bfloat16.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from lab import registry
 from lab.api import Attention
 from lab.checks.attention import TOLERANCE, Case, _spec, _Trial
+from plugins.attention._quantized import quantize, scales_of
 from plugins.attention.flash import Flash
 from plugins.attention.flash.cuda import CudaKernels, Plan
 
@@ -105,6 +107,28 @@ def test_padding_rows(num_splits):
     for rows in (DECODES, MIXED[1:]):
         plan = compare(Case(rows, num_padding=3, num_padding_rows=4, head_dim=16), num_splits)
         assert plan.num_rows == len(rows) + 4
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kv_scales", ["token_head", "head"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_caches(kv_dtype, kv_scales, dtype):
+    case = Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, head_dim=40, num_padding=2)
+    compare(case, num_splits=2)
+    compare(replace(case, rows=DECODES, block_size=7))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_what_is_stored_is_what_the_reference_stores(kv_dtype):
+    x = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-4, 5)[:, None, None]
+    spec = replace(_spec(Case((), num_kv_heads=2), CPU), kv_dtype=kv_dtype, kv_scales="token_head")
+    backend = Interpreted(Flash.Options(), spec)
+    kv = torch.zeros(backend.kv_shape(1, 16), dtype=kv_dtype)
+    backend.write(x, x.flip(0), kv, torch.arange(9))
+    scales = scales_of(x, kv_dtype)
+    assert torch.equal(backend._scales(kv, kv)[0, :, 0, :9], scales.T)
+    found = backend._rows(kv)[0, :, 0, :9].transpose(0, 1)
+    assert torch.equal(found.view(torch.int8), quantize(x, scales, kv_dtype).view(torch.int8))
 
 
 def test_a_plan_serves_every_batch_of_its_shape():

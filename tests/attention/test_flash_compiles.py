@@ -30,11 +30,15 @@ def launches_of(case: Case, gpu: Gpu, monkeypatch, num_splits: int = 0) -> list[
     """What writing and attending launches for the case."""
     recorder = Recorder(cuda.kernels)
     monkeypatch.setattr(cuda, "kernels", recorder)
-    backend = cuda.CudaKernels(OPTIONS(num_splits=num_splits), _spec(case, CPU), gpu)
+    spec = _spec(case, CPU)
+    backend = cuda.CudaKernels(OPTIONS(num_splits=num_splits), spec, gpu)
     batch = _Trial(case, CPU, seed=0).batch
     q = torch.empty(batch.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype)
     k = torch.empty(batch.num_tokens, case.num_kv_heads, case.head_dim, dtype=case.dtype)
-    kv = torch.empty(4, case.num_kv_heads, 2, case.block_size, case.head_dim, dtype=case.dtype)
+    shape = case.num_kv_heads, 2, case.block_size, case.head_dim
+    if case.kv_scales == "token_head":
+        shape = case.num_kv_heads, 2 * case.block_size * (case.head_dim + 2)
+    kv = torch.empty(4, *shape, dtype=spec.kv_dtype)
     backend.write(k, k, kv, batch.slots_T)
     backend.attend(q, kv, backend.plan(batch), torch.empty_like(q))
     monkeypatch.undo()
@@ -51,6 +55,29 @@ def test_every_kernel_becomes_machine_code(name, capability, monkeypatch):
         compiled = launch.compile(capability)
         assert compiled.asm["cubin"] and f".target sm_{capability}" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= gpu.shared_bytes, launch.name
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "kv_scales", "capability"),
+    [
+        ("llama", torch.int8, "token_head", 90),
+        ("llama", torch.float8_e4m3fn, "head", 90),
+        ("small", torch.float8_e4m3fn, "token_head", 90),
+        ("odd", torch.int8, "token_head", 80),
+    ],
+    ids=str,
+)
+def test_kernels_of_quantized_caches(name, kv_dtype, kv_scales, capability, monkeypatch):
+    """Every kernel becomes machine code within the GPU's shared memory, and tensor cores multiply what was dequantized."""
+    gpu = GPUS[capability]
+    launches = launches_of(replace(CASES[name], kv_dtype=kv_dtype, kv_scales=kv_scales), gpu, monkeypatch)
+    assert [launch.name for launch in launches] == ["write_kernel", "prefill_kernel", "decode_kernel", "reduce_kernel"]
+    for launch in launches:
+        compiled = launch.compile(capability)
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= gpu.shared_bytes, launch.name
+        if launch.name in ("prefill_kernel", "decode_kernel"):
+            assert re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]), launch.name
+            assert not re.search(r"ld\.local|st\.local", compiled.asm["ptx"]), launch.name
 
 
 @pytest.mark.parametrize("capability", GPUS)

@@ -42,7 +42,10 @@ def test_the_version(lab):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["rnu"], "lab: no verb named 'rnu'. Did you mean 'run'?\nAvailable: check, doctor, plugins, roofline, run."),
+        (
+            ["rnu"],
+            "lab: no verb named 'rnu'. Did you mean 'run'?\nAvailable: calibrate, check, doctor, plugins, roofline, run.",
+        ),
         (["run", "--mutlirun"], "lab: `lab run` has no flag '--mutlirun'. Did you mean '--multirun'?"),
         (["--jsn"], "lab: lab has no flag '--jsn'. Did you mean '--json'?"),
         (["run", "--plugins"], "lab: the flag --plugins needs a value: --plugins=DIR."),

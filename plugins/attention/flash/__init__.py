@@ -3,16 +3,23 @@
 One layer's cache is kv[P, K, 2, B, DP]: a block's keys and values of one KV head are one piece of memory. DP is the head dim,
 on the CPU rounded up to 32 with the rest of each row zero, so that its kernels need no code for odd dims.
 
+A quantized cache with scales of each token and head is kv[P, K, S]: of a block and KV head the keys, the values, then the
+scales of both in bfloat16, as one piece. With fixed scales it is kv[P + 1, K, 2, B, DP], and the last block begins with them.
+
 The kernels of a device are a class of `plan`, `write` and `attend` in a module of its own, imported where it is used.
 """
 
+import math
 from typing import Any
 
 import torch
 
 from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
 
+from .._quantized import dequantize, fixed_scales, quantize, scales_of
 from .cpu import LIBRARY, SOURCES, CpuKernels
+
+SCALE_BYTES = 2  # bfloat16
 
 
 def _kernels(device: str) -> type:
@@ -36,9 +43,9 @@ class Flash(Attention):
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
         head_dims=set(range(8, 257, 8)),
-        features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales"},
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
@@ -51,17 +58,50 @@ class Flash(Attention):
         self._kernels = _kernels(spec.device.type)(options, spec)
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        multiple = self._kernels.dim_multiple
-        padded = -(-self.spec.head_dim // multiple) * multiple
-        return (num_blocks, self.spec.num_kv_heads, 2, block_size, padded)
+        kind, heads, dim = self.spec.kv_scales, self.spec.num_kv_heads, self._dim
+        if kind == "token_head":
+            return (num_blocks, heads, 2 * block_size * (dim + SCALE_BYTES))
+        return (num_blocks + (kind == "head"), heads, 2, block_size, dim)
 
     def export_blocks(self, kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        return kv[block_ids, ..., : self.spec.head_dim].permute(0, 3, 2, 1, 4).contiguous()
+        blocks = kv[block_ids]
+        x_XK2BH = self._rows(blocks)[..., : self.spec.head_dim]
+        if self.spec.kv_scales != "none":
+            x_XK2BH = dequantize(x_XK2BH, self._scales(kv, blocks)).to(self.spec.dtype)
+        return x_XK2BH.permute(0, 3, 2, 1, 4).contiguous()
 
     def load_blocks(self, kv: torch.Tensor, block_ids: torch.Tensor, x_XB2KH: torch.Tensor) -> None:
-        padding = kv.shape[-1] - self.spec.head_dim
-        x_XK2BH = x_XB2KH.permute(0, 3, 2, 1, 4).to(kv.dtype)
-        kv[block_ids] = torch.nn.functional.pad(x_XK2BH, (0, padding))
+        x_XK2BH = x_XB2KH.permute(0, 3, 2, 1, 4)
+        blocks = torch.zeros(len(block_ids), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
+        if self.spec.kv_scales != "none":
+            scales = self._scales(kv, blocks)
+            if self.spec.kv_scales == "token_head":
+                scales.copy_(scales_of(x_XK2BH, kv.dtype))
+            x_XK2BH = quantize(x_XK2BH, scales, kv.dtype)
+        self._rows(blocks)[..., : self.spec.head_dim] = x_XK2BH.to(kv.dtype)
+        kv[block_ids] = blocks
+
+    def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
+        fixed_scales(kv, self.spec.num_kv_heads).copy_(scales_2K)
+
+    @property
+    def _dim(self) -> int:
+        multiple = self._kernels.dim_multiple
+        return -(-self.spec.head_dim // multiple) * multiple
+
+    def _rows(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Stored rows, [X, K, 2, B, DP], a view of blocks."""
+        if self.spec.kv_scales != "token_head":
+            return blocks
+        shape = 2, self.spec.block_size, self._dim
+        return blocks[..., : math.prod(shape)].unflatten(-1, shape)
+
+    def _scales(self, kv: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """The scales of stored rows, [X, K, 2, B]: a view of the blocks, or those of the layer for all."""
+        if self.spec.kv_scales == "head":
+            return fixed_scales(kv, self.spec.num_kv_heads).T[None, :, :, None]
+        size = self.spec.block_size
+        return blocks[..., 2 * size * self._dim :].view(torch.bfloat16).unflatten(-1, (2, size))
 
     def plan(self, batch: Any, reuse: Any = None) -> Any:
         return self._kernels.plan(batch, reuse)

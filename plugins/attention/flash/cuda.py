@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.api import AttentionSpec, dataclass
+from lab.api import AttentionSpec, UserError, dataclass
 
+from .._quantized import fixed_scales
 from . import kernels
 from .configs import Config, Gpu, decode_config, power_of_two, prefill_config
 
 LEAST_M = 16  # rows of the smallest tile that tensor cores multiply
 LARGEST_DECODE_M = 64  # tokens x heads of a group that the decode kernel takes in a step of short rows only
 MAX_SPLITS = 32
+FP8_CAPABILITY = (8, 9)  # of a GPU that converts fp8
 PROGRAMS_WANTED = 4  # decode programs for each multiprocessor
+KV_SCALES = {"none": kernels.NONE, "token_head": kernels.TOKEN_HEAD, "head": kernels.HEAD}
 WRITE_TILE = 2048  # entries that one program of the write kernel stores, at most
 
 
@@ -46,6 +49,13 @@ class CudaKernels:
     dim_multiple = 1
 
     def __init__(self, options: Any, spec: AttentionSpec, gpu: Gpu | None = None) -> None:
+        if spec.kv_dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(spec.device)
+            if (major, minor) < FP8_CAPABILITY:
+                raise UserError(
+                    f"cache.dtype=fp8: attention plugin 'flash' needs a GPU of compute capability 8.9 for it, and this one has "
+                    f"{major}.{minor}. Use cache.dtype=int8, or +attention=sdpa."
+                )
         self._spec = spec
         self._gpu = gpu or _gpu(spec.device)
         self._num_splits = options.num_splits
@@ -55,11 +65,17 @@ class CudaKernels:
         self._prefill = prefill_config(self._gpu, self._group, self._dim, *self._bytes)
         self._decode: dict[int, Config] = {}
         self._write_heads = min(power_of_two(spec.num_kv_heads), max(1, WRITE_TILE // self._dim))
-        self._layer = {
+        with_scales = spec.head_dim + 2 * (spec.kv_scales == "token_head")  # bytes of a row and its scale
+        self._cache = {
             "NUM_KV": spec.num_kv_heads,
-            "GROUP": self._group,
             "HEAD_DIM": spec.head_dim,
             "BLOCK_SIZE": spec.block_size,
+            "HEAD_SIZE": 2 * spec.block_size * with_scales,
+            "KV_SCALES": KV_SCALES[spec.kv_scales],
+        }
+        self._layer = {
+            **self._cache,
+            "GROUP": self._group,
             "SCALE": float(spec.scale),
             "SOFTCAP": float(spec.softcap or 0.0),
             "WINDOW": spec.sliding_window or 0,
@@ -78,12 +94,12 @@ class CudaKernels:
         return plan
 
     def write(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, kv: torch.Tensor, slots_T: torch.Tensor) -> None:
-        num_tokens, num_kv_heads, head_dim = k_TKH.shape
+        num_tokens, num_kv_heads, _ = k_TKH.shape
+        numbers = kv if self._spec.kv_scales == "none" else kv.view(torch.int8)
         kernels.write_kernel[(num_tokens, -(-num_kv_heads // self._write_heads))](
-            *(k_TKH, v_TKH, kv, slots_T, *k_TKH.stride()[:2], *v_TKH.stride()[:2]),
-            NUM_KV=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=self._spec.block_size,
+            *(k_TKH, v_TKH, numbers, self._scales(kv), slots_T, *k_TKH.stride()[:2], *v_TKH.stride()[:2]),
+            **self._cache,
+            FP8=kv.dtype == torch.float8_e4m3fn,
             BLOCK_H=self._write_heads,
             BLOCK_D=self._dim,
             num_warps=4,
@@ -93,7 +109,7 @@ class CudaKernels:
         if plan.tiles_X2 is not None:
             config = self._prefill
             kernels.prefill_kernel[(self._spec.num_kv_heads, len(plan.tiles_X2))](
-                *(q_TNH, kv, out_TNH, plan.tiles_X2, plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM),
+                *(q_TNH, kv, self._scales(kv), out_TNH, plan.tiles_X2, plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM),
                 *(plan.num_rows, plan.num_tokens, len(plan.tiles_X2), *self._strides(q_TNH, out_TNH, plan)),
                 **self._layer,
                 BLOCK_M=config.block_m,
@@ -111,8 +127,8 @@ class CudaKernels:
         block_m = max(LEAST_M, power_of_two(plan.small_q * self._group))
         config = self._decode_config(block_m)
         kernels.decode_kernel[(self._spec.num_kv_heads, plan.num_splits, plan.num_rows)](
-            *(q_TNH, kv, out_TNH, partial, lse, plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, plan.num_rows, padded_to),
-            *(plan.small_q, plan.num_splits, *self._strides(q_TNH, out_TNH, plan)),
+            *(q_TNH, kv, self._scales(kv), out_TNH, partial, lse, plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM),
+            *(plan.num_rows, padded_to, plan.small_q, plan.num_splits, *self._strides(q_TNH, out_TNH, plan)),
             **self._layer,
             SPLIT=is_split,
             BLOCK_M=block_m,
@@ -130,6 +146,12 @@ class CudaKernels:
                 BLOCK_D=self._dim,
                 num_warps=4,
             )
+
+    def _scales(self, kv: torch.Tensor) -> torch.Tensor:
+        """The tensor that the kernels find scales in; that of a cache without any is not touched."""
+        if self._spec.kv_scales == "token_head":
+            return kv.view(torch.bfloat16)
+        return fixed_scales(kv, self._spec.num_kv_heads) if self._spec.kv_scales == "head" else kv
 
     def _new_plan(self, batch: Any) -> Plan:
         num_rows, device, group = len(batch.ctx_len_R), batch.ctx_len_R.device, self._group

@@ -6,13 +6,45 @@ Rows with few tokens (decodes, draft verification) may have their keys cut into 
 (flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 Launch grids follow from padded sizes alone: programs that find no work exit. Scores are kept in units of log2, so that exp2
-serves. Names: M query rows of a tile (token m // GROUP, head m % GROUP), N keys of a tile, D head dim padded to a power of two.
+serves. A quantized cache is read as its numbers: the scales of keys go into the scores, those of values into the weights.
+KV_SCALES is one of the constants below, HEAD_SIZE the entries of the cache for one block and KV head, scales included.
+Names: M query rows of a tile (token m // GROUP, head m % GROUP), N keys of a tile, D head dim padded to a power of two.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+NONE: tl.constexpr = tl.constexpr(0)  # not quantized
+TOKEN_HEAD: tl.constexpr = tl.constexpr(1)  # bf16 scales behind each block's keys and values: first of the keys
+HEAD: tl.constexpr = tl.constexpr(2)  # float32 scales of the layer: first of the keys
+WHOLE: tl.constexpr = tl.constexpr(12582912.0)  # beside it a float32 has no fraction
+
+
+@triton.jit
+def _fp8_bits(x):
+    """e4m3 of float32 within its range, to the nearest, ties to even: on any GPU, and right in the interpreter too."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # beside 2^14 a float32 has steps of 2^-9
+    return tl.where(magnitude < 0x3C800000, small, rounded) | ((bits >> 24) & 0x80)  # below 2^-6
+
+
+@triton.jit
+def _store_quantized(x, to, scale_ptrs, mask, in_range, FP8: tl.constexpr, KV_SCALES: tl.constexpr):
+    """Rows x over their scales to a quantized cache of bytes; with TOKEN_HEAD the scales are made here and stored."""
+    LARGEST: tl.constexpr = 448.0 if FP8 else 127.0
+    if KV_SCALES == TOKEN_HEAD:
+        wanted = tl.max(tl.abs(x), 1) / LARGEST
+        bits = tl.maximum((wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, 0x80)  # bf16, rounded up
+        scales = (bits << 16).to(tl.float32, bitcast=True)
+        tl.store(scale_ptrs, scales.to(tl.bfloat16), mask=in_range)
+    else:
+        scales = tl.load(scale_ptrs, mask=in_range, other=1.0)
+    over = tl.minimum(tl.maximum(x / scales[:, None], -LARGEST), LARGEST)
+    code = _fp8_bits(over) if FP8 else (over + WHOLE) - WHOLE
+    tl.store(to, code.to(tl.int8), mask=mask)
 
 
 @triton.jit
@@ -20,6 +52,7 @@ def write_kernel(
     k_ptr,
     v_ptr,
     kv_ptr,
+    scales_ptr,
     slots_ptr,
     k_stride_t,
     k_stride_h,
@@ -28,6 +61,9 @@ def write_kernel(
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -37,12 +73,26 @@ def write_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(slots_ptr + token)
     mask = (heads < NUM_KV) & (dims < tl.where(slot >= 0, HEAD_DIM, 0))
-    keys = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask)
-    values = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask)
-    row = ((slot // BLOCK_SIZE) * NUM_KV + heads) * 2 * BLOCK_SIZE + slot % BLOCK_SIZE
-    to = kv_ptr + row * HEAD_DIM + dims
-    tl.store(to, keys.to(kv_ptr.dtype.element_ty), mask=mask)
-    tl.store(to + BLOCK_SIZE * HEAD_DIM, values.to(kv_ptr.dtype.element_ty), mask=mask)
+    keys = tl.load(k_ptr + token * k_stride_t + heads * k_stride_h + dims, mask=mask, other=0.0)
+    values = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
+    offset = slot % BLOCK_SIZE
+    place = (slot // BLOCK_SIZE) * NUM_KV + heads
+    to = kv_ptr + place * HEAD_SIZE + offset * HEAD_DIM + dims
+    if KV_SCALES == NONE:
+        tl.store(to, keys.to(kv_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + BLOCK_SIZE * HEAD_DIM, values.to(kv_ptr.dtype.element_ty), mask=mask)
+    else:
+        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        in_range = head < tl.where(slot >= 0, NUM_KV, 0)
+        if KV_SCALES == TOKEN_HEAD:
+            of_keys = scales_ptr + ((slot // BLOCK_SIZE) * NUM_KV + head) * (HEAD_SIZE // 2) + BLOCK_SIZE * HEAD_DIM + offset
+            of_values = of_keys + BLOCK_SIZE
+        else:
+            of_keys = scales_ptr + head
+            of_values = of_keys + NUM_KV
+        _store_quantized(keys.to(tl.float32), to, of_keys, mask, in_range, FP8, KV_SCALES)
+        to += BLOCK_SIZE * HEAD_DIM
+        _store_quantized(values.to(tl.float32), to, of_values, mask, in_range, FP8, KV_SCALES)
 
 
 @triton.jit
@@ -52,6 +102,7 @@ def _walk(
     maximum,
     q,
     kv_ptr,
+    scales_ptr,
     blocks_ptr,
     positions,
     first,
@@ -61,6 +112,8 @@ def _walk(
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -71,11 +124,14 @@ def _walk(
 
     Args:
         acc, total, maximum: the running sums (M, D), their weights' sum (M,) and the largest score so far (M,).
-        kv_ptr: the cache, moved to the KV head; blocks_ptr: the row's block table; positions: of the queries (M,).
+        kv_ptr, scales_ptr: the cache and its scales, moved to the KV head; blocks_ptr: the row's block table.
+        positions: of the queries (M,).
         MASKED: whether some query may not see some key; else `last - first` is a multiple of N.
     """
     dims = tl.arange(0, BLOCK_D)
     in_head = (dims < HEAD_DIM)[None, :]
+    if KV_SCALES == HEAD:
+        k_scale = tl.load(scales_ptr)
     for start in range(first, last, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -83,7 +139,7 @@ def _walk(
             block = tl.load(blocks_ptr + places // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
         else:
             block = tl.load(blocks_ptr + places // BLOCK_SIZE).to(tl.int64)
-        rows = block * (NUM_KV * 2 * BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+        rows = block * (NUM_KV * HEAD_SIZE) + (places % BLOCK_SIZE) * HEAD_DIM
         k_ptrs = kv_ptr + rows[:, None] + dims[None, :]
         v_ptrs = k_ptrs + BLOCK_SIZE * HEAD_DIM
         if MASKED:
@@ -96,6 +152,17 @@ def _walk(
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if KV_SCALES == TOKEN_HEAD:
+            of_keys = scales_ptr + block * (NUM_KV * HEAD_SIZE // 2) + places % BLOCK_SIZE
+            if MASKED:
+                k_scales = tl.load(of_keys, mask=here, other=0.0).to(tl.float32)
+                v_scales = tl.load(of_keys + BLOCK_SIZE, mask=here, other=0.0).to(tl.float32)
+            else:
+                k_scales = tl.load(of_keys).to(tl.float32)
+                v_scales = tl.load(of_keys + BLOCK_SIZE).to(tl.float32)
+            scores = scores * k_scales[None, :]
+        elif KV_SCALES == HEAD:
+            scores = scores * k_scale
         if SOFTCAP > 0:  # tanh x = 1 - 2 / (exp(2 x) + 1), right at both ends too
             scores = SOFTCAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2_E)) + 1.0))
         else:
@@ -113,9 +180,31 @@ def _walk(
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
+        if KV_SCALES == TOKEN_HEAD:
+            if q.dtype == tl.float16:  # whose range is too small for weights times scales
+                v = v.to(tl.float32) * v_scales[:, None]
+            else:
+                weights = weights * v_scales[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         maximum = highest
     return acc, total, maximum
+
+
+@triton.jit
+def _move_to_head(
+    scales_ptr,
+    head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+):
+    """Where the scales of a KV head's keys begin: in block 0, or those of the layer."""
+    if KV_SCALES == TOKEN_HEAD:
+        scales_ptr += head * (HEAD_SIZE // 2) + BLOCK_SIZE * HEAD_DIM
+    elif KV_SCALES == HEAD:
+        scales_ptr += head
+    return scales_ptr
 
 
 @triton.jit
@@ -153,6 +242,7 @@ def _fill_padding(
 def prefill_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     out_ptr,
     tiles_ptr,
     q_start_ptr,
@@ -169,6 +259,8 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -201,7 +293,8 @@ def prefill_kernel(
         before = num_ctx - num_q + first_token  # keys that the tile's first token sees, without itself
         positions = num_ctx - num_q + tokens
         last = tl.minimum(num_ctx, before + BLOCK_M // GROUP)
-        kv_ptr += head * (2 * BLOCK_SIZE * HEAD_DIM)
+        kv_ptr += head * HEAD_SIZE
+        scales_ptr = _move_to_head(scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         if WINDOW > 0:
@@ -209,13 +302,15 @@ def prefill_kernel(
         else:
             masked_from = (before + 1) // BLOCK_N * BLOCK_N
             acc, total, maximum = _walk(
-                *(acc, total, maximum, q, kv_ptr, blocks_ptr, positions, 0, masked_from, num_ctx, False),
-                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+                *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, 0, masked_from, num_ctx, False),
+                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
             )
         acc, total, maximum = _walk(
-            *(acc, total, maximum, q, kv_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
-            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
+            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
         )
+        if KV_SCALES == HEAD:
+            acc = acc * tl.load(scales_ptr + NUM_KV)
         to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM
         tl.store(to[:, None] + dims[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -224,6 +319,7 @@ def prefill_kernel(
 def decode_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -242,6 +338,8 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -276,20 +374,23 @@ def decode_kernel(
         before = num_ctx - num_q
         positions = before + tokens
         first, last = _share(before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
-        kv_ptr += head * (2 * BLOCK_SIZE * HEAD_DIM)
+        kv_ptr += head * HEAD_SIZE
+        scales_ptr = _move_to_head(scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         masked_from = first
         if WINDOW == 0:
             masked_from = first + tl.maximum(tl.minimum(last, before + 1) - first, 0) // BLOCK_N * BLOCK_N
             acc, total, maximum = _walk(
-                *(acc, total, maximum, q, kv_ptr, blocks_ptr, positions, first, masked_from, num_ctx, False),
-                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+                *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, first, masked_from, num_ctx, False),
+                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
             )
         acc, total, maximum = _walk(
-            *(acc, total, maximum, q, kv_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
-            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
+            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
         )
+        if KV_SCALES == HEAD:
+            acc = acc * tl.load(scales_ptr + NUM_KV)
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SPLIT:
             num_heads = NUM_KV * GROUP

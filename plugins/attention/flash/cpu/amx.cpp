@@ -117,7 +117,7 @@ namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
   const bool few = item.q_count * c.group <= kDotLanes;
-  if (few || c.type != Type::bf16 || c.kv_type != Type::bf16) return avx512_bf16_kernels()->attend(c, item, next, scratch);
+  if (few || !c.has_bf16_products()) return avx512_bf16_kernels()->attend(c, item, next, scratch);
   Amx::configure();
   attend_tiles<Amx>(c, item, next, scratch);
   _tile_release();

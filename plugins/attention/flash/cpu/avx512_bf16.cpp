@@ -11,7 +11,7 @@
 namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
-  if (c.type != Type::bf16 || c.kv_type != Type::bf16) return avx512_kernels()->attend(c, item, next, scratch);
+  if (!c.has_bf16_products()) return avx512_kernels()->attend(c, item, next, scratch);
   if (item.q_count * c.group <= kDotLanes) return attend_dot<Bf16>(c, item, next, scratch);
   attend_tiles<Bf16>(c, item, next, scratch);
 }

@@ -14,7 +14,7 @@ struct Dot {
   const Call& c;
   const Item& item;
   Scratch scratch;
-  Keys<N> keys;
+  Keys<N, false> keys;
   KeyTile<N> tile;
   Element* q;       // [M, DP]
   float* o;         // [M, DP]; of bf16 in the order that unpacking leaves
@@ -22,9 +22,10 @@ struct Dot {
   Element* weights; // [M, kTile]
   float maximum[M];
   vf sum[M];
+  const bool quantized;  // keys and values are without their scales, which scores and weights take
 
   Dot(const Call& call, const Item& it, const Item* next, float* memory)
-      : c(call), item(it), scratch{memory}, keys{call, it, next} {
+      : c(call), item(it), scratch{memory}, keys{call, it, next}, quantized(call.is_quantized()) {
     const int dim = c.padded_dim;
     tile.gathered = scratch.take<Element>(2 * kTile * dim);
     q = scratch.take<Element>(M * dim);
@@ -67,7 +68,8 @@ struct Dot {
 #pragma GCC unroll 16
         for (int r = 0; r < W; r++) acc[r] = N::madd(acc[r], load_as<typename N::Words>(k + r * dim + d), x);
       }
-      store(scores + m * kTile + g * kGroup + i, sums(acc));
+      const vf score = sums(acc);
+      store(scores + m * kTile + g * kGroup + i, quantized ? score * load(tile.k_scale + g * kGroup + i) : score);
     }
   }
 
@@ -110,7 +112,7 @@ struct Dot {
     for (int i = 0; i < count; i += W) {
       const vf p = exp2v<N::kPerWord == 2>(load(s + i) - now);
       added += p;
-      store(weights + m * kTile, i, p, N::kType);
+      store(weights + m * kTile, i, quantized ? p * load(tile.v_scale + i) : p, N::kType);
     }
     sum[m] = sum[m] * shrink + added;
     maximum[m] = now;

@@ -1,7 +1,7 @@
 // What the parts of the CPU kernels share: one call's arguments, its work items, and the table of an instruction set.
 //
 // The cache of a layer is kv[P, K, 2, B, DP]: for each block and KV head its keys, then its values, one piece of memory. DP is
-// the head dim rounded up to 32; the rest of each row is zero.
+// the head dim rounded up to 32; the rest of each row is zero. quantized.h says how it is with quantized caches.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace flash {
 
-enum class Type : int { f32, bf16, f16 };
+enum class Type : int { f32, bf16, f16, i8, fp8 };
 
 constexpr int kTile = 64;        // keys of one tile of the online softmax
 constexpr int kGroup = 16;       // keys that are read through one base pointer
@@ -31,6 +31,12 @@ struct Call {
   int num_kv_heads, group, dim, padded_dim, block_size;
   int window;          // a token sees so many keys, itself included; 0: all
   float scale, softcap;  // softcap 0: none
+  int64_t head_bytes;    // of the cache, for one block and KV head
+  const float* fixed_scales;  // [2, K] of a quantized cache; null: they lie with each block
+
+  bool is_quantized() const { return kv_type == Type::i8 || kv_type == Type::fp8; }
+  // Whether products are of bf16, where the processor makes them: what is quantized is exact in it.
+  bool has_bf16_products() const { return type == Type::bf16 && (kv_type == Type::bf16 || is_quantized()); }
 };
 
 // One piece of work: some tokens of a row, one KV head with its group of query heads, a range of keys. A lane is one query

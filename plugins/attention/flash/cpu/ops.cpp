@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "flash.h"
+#include "quantized.h"
 
 namespace flash {
 namespace {
@@ -22,6 +23,8 @@ Type type_of(const Tensor& t) {
     case at::kFloat: return Type::f32;
     case at::kBFloat16: return Type::bf16;
     case at::kHalf: return Type::f16;
+    case at::kChar: return Type::i8;
+    case at::kFloat8_e4m3fn: return Type::fp8;
     default: TORCH_CHECK(false, "flash: no kernels for ", t.scalar_type());
   }
 }
@@ -74,37 +77,89 @@ inline void copy_bytes(const char* from, char* to, int64_t bytes) {
 
 constexpr int64_t kWriteBytes = 1 << 17;  // less than this is written before other threads wake up
 
-// k and v [T, K, D], the last dim dense, into kv [P, K, 2, B, DP] at slots [T]; slot -1 is skipped.
+// The cache's sizes and where its parts lie.
+struct Layout {
+  int64_t heads, block_size, padded, head_bytes;
+  Type type;
+  bool has_fixed_scales;
+};
+
+int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
+
+Layout layout_of(const Tensor& kv, int64_t dim) {
+  const int64_t padded = padded_dim(dim);
+  TORCH_CHECK(kv.is_contiguous(), "flash: the cache must be dense");
+  if (kv.dim() == 3) return {kv.size(1), kv.size(2) / (2 * padded + 4), padded, kv.size(2), type_of(kv), false};
+  const Type type = type_of(kv);
+  return {kv.size(1), kv.size(3), padded, 2 * kv.size(3) * padded * kv.element_size(), type, type == Type::i8 || type == Type::fp8};
+}
+
+const float* fixed_scales(const Tensor& kv, const Layout& layout) {
+  return (const float*)((const char*)kv.const_data_ptr() + (kv.size(0) - 1) * layout.heads * layout.head_bytes);
+}
+
+// Keys or values of a step.
+struct Source {
+  const char* data;
+  int64_t token_bytes, head_bytes;
+  Type type;
+  Source(const Tensor& x)
+      : data((const char*)x.const_data_ptr()), token_bytes(x.stride(0) * x.element_size()),
+        head_bytes(x.stride(1) * x.element_size()), type(type_of(x)) {}
+  const char* row(int64_t token, int64_t head) const { return data + token * token_bytes + head * head_bytes; }
+};
+
+// A row into a quantized cache. `block`: the memory of its block and head; `scale`: the fixed one, null where it is to be made.
+void write_quantized(const Source& source, const char* values, int64_t dim, const Layout& to, char* block, int64_t half,
+                     int64_t offset, const float* scale) {
+  alignas(64) float row[kMaxDim];
+  converter(source.type, Type::f32)(values, row, dim);
+  int8_t* stored = (int8_t*)block + (half * to.block_size + offset) * to.padded;
+  float by;
+  if (scale) {
+    by = *scale;
+  } else {
+    const uint16_t made = scale_of(row, dim, to.type);
+    std::memcpy(block + 2 * to.block_size * to.padded + 2 * (half * to.block_size + offset), &made, 2);
+    by = float_of(uint32_t(made) << 16);
+  }
+  quantize(row, dim, by, to.type, stored);
+  std::memset(stored + dim, 0, to.padded - dim);
+}
+
+// k and v [T, K, D], the last dim dense, into kv [P, K, 2, B, DP] or one of quantized.h at slots [T]; slot -1 is skipped.
 void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slots) {
-  const int64_t heads = kv.size(1), block_size = kv.size(3), padded = kv.size(4), dim = k.size(2), tokens = slots.numel();
-  TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && kv.is_contiguous(), "flash: keys and values must be dense in the head dim");
-  const Type from = type_of(k), to = type_of(kv);
-  const int64_t from_size = k.element_size(), to_size = kv.element_size(), row_bytes = padded * to_size;
-  const auto convert_row = converter(from, to);
+  TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1, "flash: keys and values must be dense in the head dim");
+  const int64_t dim = k.size(2), tokens = slots.numel();
+  const Layout to = layout_of(kv, dim);
+  const int64_t size = kv.element_size(), row_bytes = to.padded * size;
+  const bool is_quantized = to.type == Type::i8 || to.type == Type::fp8;
+  const Source sources[2] = {k, v};
+  const auto convert_row = is_quantized ? nullptr : converter(sources[0].type, to.type);
+  const float* scales = to.has_fixed_scales ? fixed_scales(kv, to) : nullptr;
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   char* cache = (char*)kv.data_ptr();
-  struct Source {
-    const char* data;
-    int64_t token_bytes, head_bytes;
-  };
-  const Source sources[2] = {{(const char*)k.const_data_ptr(), k.stride(0) * from_size, k.stride(1) * from_size},
-                             {(const char*)v.const_data_ptr(), v.stride(0) * from_size, v.stride(1) * from_size}};
-  const int64_t grain = std::max<int64_t>(1, kWriteBytes / (2 * heads * row_bytes));
+  const int64_t grain = std::max<int64_t>(1, kWriteBytes / (2 * to.heads * row_bytes));
   at::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; token++) {
       if (slot[token] < 0) continue;
-      const int64_t block = slot[token] / block_size, offset = slot[token] - block * block_size;
-      char* row = cache + (block * heads * 2 * block_size + offset) * row_bytes;
-      for (int64_t head = 0; head < heads; head++) {
-        for (const Source& source : sources) {
-          const char* values = source.data + token * source.token_bytes + head * source.head_bytes;
-          if (from == to) {
-            copy_bytes(values, row, dim * to_size);
+      const int64_t block = slot[token] / to.block_size, offset = slot[token] - block * to.block_size;
+      for (int64_t head = 0; head < to.heads; head++) {
+        char* place = cache + (block * to.heads + head) * to.head_bytes;
+        for (int64_t half = 0; half < 2; half++) {
+          const char* values = sources[half].row(token, head);
+          if (is_quantized) {
+            const float* scale = scales ? scales + half * to.heads + head : nullptr;
+            write_quantized(sources[half], values, dim, to, place, half, offset, scale);
+            continue;
+          }
+          char* row = place + (half * to.block_size + offset) * row_bytes;
+          if (sources[half].type == to.type) {
+            copy_bytes(values, row, dim * size);
           } else {
             convert_row(values, row, dim);
           }
-          if (dim < padded) std::memset(row + dim * to_size, 0, (padded - dim) * to_size);
-          row += block_size * row_bytes;
+          if (dim < to.padded) std::memset(row + dim * size, 0, (to.padded - dim) * size);
         }
       }
     }
@@ -197,7 +252,7 @@ Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int6
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost;
-  const int64_t padded = (dim + 31) / 32 * 32, num_items = items.size();
+  const int64_t padded = padded_dim(dim), num_items = items.size();
   const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + 4 * counters + 4 * partials * (padded + 2);
   Tensor made = at::empty({bytes / 4}, at::kInt);
   Plan& plan = *(Plan*)made.data_ptr();
@@ -208,9 +263,9 @@ Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int6
   return made;
 }
 
-// q and out [T, N, D]; kv [P, K, 2, B, DP]; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
+// q and out [T, N, D]; kv as `write` fills it; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
 void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out) {
-  TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && kv.is_contiguous() && (blocks.stride(1) == 1 || blocks.size(1) == 1),
+  TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && (blocks.stride(1) == 1 || blocks.size(1) == 1),
               "flash: queries, outputs and block tables must be dense in their last dim");
   TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.size(2) <= kMaxDim, "flash: wrong outputs or head dim");
   Plan& plan = *(Plan*)made.data_ptr();
@@ -223,9 +278,11 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
   c.out_stride_t = out.stride(0), c.out_stride_n = out.stride(1);
   c.blocks_stride = blocks.stride(0);
   c.partials = plan.partials(), c.arrived = plan.arrived();
-  c.type = type_of(q), c.kv_type = type_of(kv);
-  c.num_kv_heads = kv.size(1), c.group = q.size(1) / kv.size(1), c.dim = q.size(2), c.padded_dim = kv.size(4);
-  c.block_size = kv.size(3), c.window = plan.window;
+  const Layout layout = layout_of(kv, q.size(2));
+  c.type = type_of(q), c.kv_type = layout.type;
+  c.num_kv_heads = layout.heads, c.group = q.size(1) / layout.heads, c.dim = q.size(2), c.padded_dim = layout.padded;
+  c.block_size = layout.block_size, c.head_bytes = layout.head_bytes, c.window = plan.window;
+  c.fixed_scales = layout.has_fixed_scales ? fixed_scales(kv, layout) : nullptr;
   c.scale = plan.scale, c.softcap = plan.softcap;
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);

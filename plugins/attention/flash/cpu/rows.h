@@ -48,7 +48,7 @@ struct Bf16 {
 };
 #endif
 
-INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 || type == Type::fp8 ? 1 : 2; }
 
 // Hands out pieces of a thread's scratch memory, each on its own cache lines.
 struct Scratch {
@@ -107,12 +107,13 @@ struct KeyTile {
   int start, groups;
   const Element* k[kTile / kGroup];
   const Element* v[kTile / kGroup];
+  float k_scale[kTile], v_scale[kTile];  // of a quantized cache
 };
 
 // The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
 // be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
-// NaN. Keys past the end may be anything: their scores are masked.
-template <class N>
+// NaN. Keys past the end may be anything: their scores are masked. Quantized ones are gathered, times their scales if `kScaled`.
+template <class N, bool kScaled>
 struct Keys {
   typedef typename N::Element Element;
   const Call& c;
@@ -121,10 +122,14 @@ struct Keys {
 
   int first() const { return item.key_first / kGroup * kGroup; }
 
-  INLINE const char* key_row(const Item& of, int position) const {
+  // The block's keys, values and scales of the item's KV head.
+  INLINE const char* head_of(const Item& of, int position) const {
     const int32_t block = c.blocks[of.row * c.blocks_stride + position / c.block_size];
-    const int64_t head = int64_t(block) * c.num_kv_heads + of.kv_head;
-    return (const char*)c.kv + (head * 2 * c.block_size + position % c.block_size) * c.padded_dim * size_of(c.kv_type);
+    return (const char*)c.kv + (int64_t(block) * c.num_kv_heads + of.kv_head) * c.head_bytes;
+  }
+
+  INLINE const char* key_row(const Item& of, int position) const {
+    return head_of(of, position) + position % c.block_size * c.padded_dim * size_of(c.kv_type);
   }
 
   INLINE void fetch(int start, KeyTile<N>& tile) const {
@@ -139,6 +144,8 @@ struct Keys {
         tile.k[g] = (const Element*)key_row(item, p);
         tile.v[g] = tile.k[g] + values;
         if (!whole) tile.v[g] = gather_some(tile, g, p);
+      } else if (c.is_quantized()) {
+        c.kv_type == Type::i8 ? widen<Type::i8>(tile, g, p) : widen<Type::fp8>(tile, g, p);
       } else {
         gather(tile, g, p);
       }
@@ -182,6 +189,54 @@ struct Keys {
     }
     tile.k[g] = keys;
     tile.v[g] = values;
+  }
+
+  // A group of a quantized cache: rows as elements, and their scales. A stranger's are zero.
+  template <Type kFrom>
+  void widen(KeyTile<N>& tile, int g, int first_position) const {
+    const int dim = c.padded_dim, values = c.block_size * dim;
+    Element* k = tile.gathered + g * kGroup * dim;
+    Element* v = values_of(tile, g);
+    tile.k[g] = k;
+    tile.v[g] = v;
+    for (int i = 0; i < kGroup; i++, k += dim, v += dim) {
+      const int p = first_position + i, at = g * kGroup + i;
+      if (p < item.key_first || p >= item.key_last) {
+        tile.k_scale[at] = tile.v_scale[at] = 0;
+        std::memset(k, 0, dim * sizeof(Element));
+        std::memset(v, 0, dim * sizeof(Element));
+        continue;
+      }
+      const char* head = head_of(item, p);
+      const int offset = p % c.block_size;
+      read_scales<kFrom>(tile, at, head, offset);
+      const int8_t* row = (const int8_t*)head + offset * dim;
+      widen_row<kFrom>(row, k, tile.k_scale[at]);
+      widen_row<kFrom>(row + values, v, tile.v_scale[at]);
+    }
+  }
+
+  template <Type kFrom>
+  INLINE void read_scales(KeyTile<N>& tile, int at, const char* head, int offset) const {
+    float k, v;
+    if (c.fixed_scales) {
+      k = c.fixed_scales[item.kv_head];
+      v = c.fixed_scales[c.num_kv_heads + item.kv_head];
+    } else {
+      const uint16_t* scales = (const uint16_t*)(head + 2 * c.block_size * c.padded_dim);
+      k = from_bf16(scales[offset]);
+      v = from_bf16(scales[c.block_size + offset]);
+    }
+    tile.k_scale[at] = k * unit_of(kFrom);
+    tile.v_scale[at] = v * unit_of(kFrom);
+  }
+
+  template <Type kFrom>
+  INLINE void widen_row(const int8_t* from, Element* to, float scale) const {
+    for (int d = 0; d < c.padded_dim; d += W) {
+      const vf x = load(from, d, kFrom);
+      store(to, d, kScaled ? x * scale : x, N::kType);
+    }
   }
 
   // Ask for the keys and values that lie kAhead after group g of the tile at hand, in the next item when this one ends before:

@@ -144,10 +144,41 @@ INLINE vf exp2v(vf x, float extra = 0) {
 
 #endif
 
+// What loading a number of a quantized cache leaves to be multiplied with.
+constexpr float unit_of(flash::Type type) { return type == flash::Type::fp8 ? 256.0f : 1.0f; }
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+INLINE vf load_i8(const int8_t* p) {
+#if FLASH_WIDTH == 16
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(load_as<vb>(p), vi), vf);
+#endif
+}
+
+// With the exponent in its place the bits are those of a half float; sign extension leaves a second sign beside the first.
+INLINE vf load_fp8(const int8_t* p) {
+#if FLASH_WIDTH == 16
+  const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(x, _mm256_set1_epi16(int16_t(0xbfff))));
+#elif FLASH_WIDTH == 8
+  const __m128i x = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+  return _mm256_cvtph_ps(_mm_and_si128(x, _mm_set1_epi16(int16_t(0xbfff))));
+#else
+  const vi x = __builtin_convertvector(load_as<vb>(p), vi), bits = (x & 0x7f) << 20;
+  const vf ordinary = (vf)(bits + (112 << 23)), small = (vf)(bits + (113 << 23)) - 0x1p-14f;
+  const vf magnitude = (x & 0x78) == 0 ? small : ordinary;
+  return (vf)((vi)magnitude | (x & int32_t(0x80000000)));
+#endif
+}
+
 INLINE vf load(const void* p, int64_t i, flash::Type type) {
   switch (type) {
     case flash::Type::f32: return load((const float*)p + i);
     case flash::Type::bf16: return load_bf16((const uint16_t*)p + i);
+    case flash::Type::i8: return load_i8((const int8_t*)p + i);
+    case flash::Type::fp8: return load_fp8((const int8_t*)p + i);
     default: return load_f16((const uint16_t*)p + i);
   }
 }

@@ -61,7 +61,7 @@ struct Tiles {
   const Item& item;
   const int dim, words, lanes, lane_groups;  // words: of a head dim
   Scratch scratch;
-  Keys<N> keys;
+  Keys<N, true> keys;
   KeyTile<N> tiles[kSlots];
   float* packed[kSlots];
   int slot = 0, next_start, next_group;
