@@ -40,8 +40,8 @@ class Hybrid(Attention):
     capabilities = Capabilities(  # with the default options; for others see capabilities_with
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "spec_verify"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
+        features={"gqa", "sliding_window", "spec_verify", "token_head_scales"},
         kv_layout="2PBKH",
         priority=-10,
     )
