@@ -110,12 +110,11 @@ def test_padding_rows(num_splits):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("kv_scales", ["token_head", "head"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_scales", "dtype"), [("token_head", torch.float16), ("head", torch.float32)], ids=str)
 def test_quantized_caches(kv_dtype, kv_scales, dtype):
-    case = Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, head_dim=40, num_padding=2)
+    case = Case(((0, 18), (33, 1), (17, 19)), dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, head_dim=40, num_padding=2)
     compare(case, num_splits=2)
-    compare(replace(case, rows=DECODES, block_size=7))
+    compare(replace(case, rows=((40, 1), (13, 1)), block_size=7))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

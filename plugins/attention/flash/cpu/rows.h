@@ -199,7 +199,9 @@ struct Keys {
     Element* v = values_of(tile, g);
     tile.k[g] = k;
     tile.v[g] = v;
-    for (int i = 0; i < kGroup; i++, k += dim, v += dim) {
+    const char* head = nullptr;
+    int offset = 0;
+    for (int i = 0; i < kGroup; i++, offset++, k += dim, v += dim) {
       const int p = first_position + i, at = g * kGroup + i;
       if (p < item.key_first || p >= item.key_last) {
         tile.k_scale[at] = tile.v_scale[at] = 0;
@@ -207,8 +209,10 @@ struct Keys {
         std::memset(v, 0, dim * sizeof(Element));
         continue;
       }
-      const char* head = head_of(item, p);
-      const int offset = p % c.block_size;
+      if (!head || offset == c.block_size) {
+        head = head_of(item, p);
+        offset = p % c.block_size;
+      }
       read_scales<kFrom>(tile, at, head, offset);
       const int8_t* row = (const int8_t*)head + offset * dim;
       widen_row<kFrom>(row, k, tile.k_scale[at]);

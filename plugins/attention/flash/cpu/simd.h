@@ -152,6 +152,8 @@ typedef int8_t vb __attribute__((vector_size(W)));
 INLINE vf load_i8(const int8_t* p) {
 #if FLASH_WIDTH == 16
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif FLASH_WIDTH == 8
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #else
   return __builtin_convertvector(__builtin_convertvector(load_as<vb>(p), vi), vf);
 #endif
