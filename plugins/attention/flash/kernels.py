@@ -96,6 +96,33 @@ def write_kernel(
 
 
 @triton.jit
+def _load_rows(ptrs, here, in_head, MASKED: tl.constexpr, DENSE: tl.constexpr):
+    """Keys or values; zeros where there are none. DENSE: the head dim needs no padding."""
+    if MASKED:
+        x = tl.load(ptrs, mask=here[:, None] & in_head, other=0.0)
+    elif DENSE:
+        x = tl.load(ptrs)
+    else:
+        x = tl.load(ptrs, mask=in_head, other=0.0)
+    return x
+
+
+@triton.jit
+def _load_scales(ptrs, here, MASKED: tl.constexpr):
+    """The scales of as many tokens, in float32."""
+    scales = tl.load(ptrs, mask=here, other=0.0) if MASKED else tl.load(ptrs)
+    return scales.to(tl.float32)
+
+
+@triton.jit
+def _times_fixed_scale(acc, scales_ptr, NUM_KV: tl.constexpr, KV_SCALES: tl.constexpr):
+    """Sums of values, times the scale of the head's values where the layer has it."""
+    if KV_SCALES == HEAD:
+        acc = acc * tl.load(scales_ptr + NUM_KV)
+    return acc
+
+
+@triton.jit
 def _walk(
     acc,
     total,
@@ -134,33 +161,20 @@ def _walk(
         k_scale = tl.load(scales_ptr)
     for start in range(first, last, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
+        here = places < num_ctx
         if MASKED:
-            here = places < num_ctx
             block = tl.load(blocks_ptr + places // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
         else:
             block = tl.load(blocks_ptr + places // BLOCK_SIZE).to(tl.int64)
         rows = block * (NUM_KV * HEAD_SIZE) + (places % BLOCK_SIZE) * HEAD_DIM
         k_ptrs = kv_ptr + rows[:, None] + dims[None, :]
-        v_ptrs = k_ptrs + BLOCK_SIZE * HEAD_DIM
-        if MASKED:
-            k = tl.load(k_ptrs, mask=here[:, None] & in_head, other=0.0)
-            v = tl.load(v_ptrs, mask=here[:, None] & in_head, other=0.0)
-        elif BLOCK_D != HEAD_DIM:
-            k = tl.load(k_ptrs, mask=in_head, other=0.0)
-            v = tl.load(v_ptrs, mask=in_head, other=0.0)
-        else:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
+        k = _load_rows(k_ptrs, here, in_head, MASKED, BLOCK_D == HEAD_DIM)
+        v = _load_rows(k_ptrs + BLOCK_SIZE * HEAD_DIM, here, in_head, MASKED, BLOCK_D == HEAD_DIM)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if KV_SCALES == TOKEN_HEAD:
             of_keys = scales_ptr + block * (NUM_KV * HEAD_SIZE // 2) + places % BLOCK_SIZE
-            if MASKED:
-                k_scales = tl.load(of_keys, mask=here, other=0.0).to(tl.float32)
-                v_scales = tl.load(of_keys + BLOCK_SIZE, mask=here, other=0.0).to(tl.float32)
-            else:
-                k_scales = tl.load(of_keys).to(tl.float32)
-                v_scales = tl.load(of_keys + BLOCK_SIZE).to(tl.float32)
-            scores = scores * k_scales[None, :]
+            v_scales = _load_scales(of_keys + BLOCK_SIZE, here, MASKED)
+            scores = scores * _load_scales(of_keys, here, MASKED)[None, :]
         elif KV_SCALES == HEAD:
             scores = scores * k_scale
         if SOFTCAP > 0:  # tanh x = 1 - 2 / (exp(2 x) + 1), right at both ends too
@@ -192,6 +206,7 @@ def _walk(
 
 @triton.jit
 def _move_to_head(
+    kv_ptr,
     scales_ptr,
     head,
     HEAD_DIM: tl.constexpr,
@@ -199,12 +214,12 @@ def _move_to_head(
     HEAD_SIZE: tl.constexpr,
     KV_SCALES: tl.constexpr,
 ):
-    """Where the scales of a KV head's keys begin: in block 0, or those of the layer."""
+    """Where a KV head's keys and their scales begin: in block 0, or the scales among those of the layer."""
     if KV_SCALES == TOKEN_HEAD:
         scales_ptr += head * (HEAD_SIZE // 2) + BLOCK_SIZE * HEAD_DIM
     elif KV_SCALES == HEAD:
         scales_ptr += head
-    return scales_ptr
+    return kv_ptr + head * HEAD_SIZE, scales_ptr
 
 
 @triton.jit
@@ -293,8 +308,7 @@ def prefill_kernel(
         before = num_ctx - num_q + first_token  # keys that the tile's first token sees, without itself
         positions = num_ctx - num_q + tokens
         last = tl.minimum(num_ctx, before + BLOCK_M // GROUP)
-        kv_ptr += head * HEAD_SIZE
-        scales_ptr = _move_to_head(scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
+        kv_ptr, scales_ptr = _move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         if WINDOW > 0:
@@ -309,8 +323,7 @@ def prefill_kernel(
             *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
         )
-        if KV_SCALES == HEAD:
-            acc = acc * tl.load(scales_ptr + NUM_KV)
+        acc = _times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES)
         to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM
         tl.store(to[:, None] + dims[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -374,8 +387,7 @@ def decode_kernel(
         before = num_ctx - num_q
         positions = before + tokens
         first, last = _share(before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
-        kv_ptr += head * HEAD_SIZE
-        scales_ptr = _move_to_head(scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
+        kv_ptr, scales_ptr = _move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         masked_from = first
@@ -389,12 +401,9 @@ def decode_kernel(
             *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
         )
-        if KV_SCALES == HEAD:
-            acc = acc * tl.load(scales_ptr + NUM_KV)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        result = _times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES) / tl.where(total > 0, total, 1.0)[:, None]
         if SPLIT:
-            num_heads = NUM_KV * GROUP
-            part = ((row * small_q + tokens) * num_heads + head * GROUP + lanes % GROUP) * num_splits + split
+            part = ((row * small_q + tokens) * (NUM_KV * GROUP) + head * GROUP + lanes % GROUP) * num_splits + split
             tl.store(partial_ptr + part[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
             tl.store(lse_ptr + part, maximum + tl.log2(total), mask=tokens < num_q)
         else:
