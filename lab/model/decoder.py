@@ -131,10 +131,11 @@ class Decoder(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.embed = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, build.dtype, build.device)
+        size = config.vocab_size, config.hidden_size
+        self.embed = Embedding("model.embed_tokens", *size, build.dtype, build.device, build.fused)
         self.layers = nn.ModuleList(DecoderLayer(build, layer) for layer in range(config.num_layers))
         self.norm = build.norm("model.norm", config.hidden_size)
-        self.rope = Rope(config.rope, build.max_model_len, build.device)
+        self.rope = Rope(config.rope, build.max_model_len, build.device, build.fused)
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.fused = build.fused
         self.lm_head = build.linear("lm_head", config.hidden_size, ((head, config.vocab_size),))

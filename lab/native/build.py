@@ -80,17 +80,19 @@ def load(name: str, sources: Sequence[Path], *, flags: Sequence[str] = ()) -> No
 
 
 def build_ahead(libraries: Mapping[str, Sequence[Path]]) -> None:
-    """Begin to build what `load` will ask for, all side by side, and return: a first start then waits for the longest alone.
+    """Begin to build what `load` will ask for and return: as many libraries side by side as there are cores, those named first
+    before the others, so that what is asked for first is not kept waiting by what can come later.
 
     Does nothing for what is there. What fails here is tried again by `load`, which says why.
     """
     if available() is None:
+        gate = threading.Semaphore(os.cpu_count() or 1)
         for name, sources in libraries.items():
-            threading.Thread(target=_build_quietly, args=(name, sources), name=f"lab-build-{name}", daemon=True).start()
+            threading.Thread(target=_build_quietly, args=(name, sources, gate), name=f"lab-build-{name}", daemon=True).start()
 
 
-def _build_quietly(name: str, sources: Sequence[Path]) -> None:
-    with suppress(BuildError):
+def _build_quietly(name: str, sources: Sequence[Path], gate: threading.Semaphore) -> None:
+    with gate, suppress(BuildError):
         _library(name, _key(name, sources, ()), sources, ())
 
 

@@ -1,5 +1,7 @@
 """Pieces without Python: what is translated, what is refused, and that a tape computes what its wrapper does."""
 
+import ctypes
+import json
 from pathlib import Path
 
 import pytest
@@ -117,14 +119,45 @@ def test_a_wrapper_that_is_refused_runs_in_python(caplog):
     assert found.tolist() == [1, 1]
 
 
-def test_all_pieces_of_a_model_are_tapes_and_give_the_eager_tokens(open_llm, eager_tokens, cache):
-    """Among them the first, which calls loops that Inductor wrote."""
+@ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
+def double(given, made, count):
+    for i in range(count):
+        made[i] = 2 * given[i]
+
+
+def test_loops_take_addresses_and_sizes():
+    source = wrapper("buf0 = empty_strided_cpu((u0, 3), (3, 1), torch.float32)", "loop(arg1_1, buf0, 3*u0)", "return (buf0,)")
+    unit = TapeUnit(translate(source, {"loop": ctypes.cast(double, ctypes.c_void_p).value}))
+    x = torch.randn(4, 3)
+    (found,) = unit.bind([None, None], [(0, 0), (1, 1)])([4, x])
+    assert torch.equal(found, 2 * x)
+
+
+def test_all_pieces_of_a_model_are_tapes_and_give_the_eager_tokens(open_llm, eager_tokens):
+    """With kernels of our own for all that lies between attention calls, no piece calls a loop, which takes g++ ten seconds."""
     with open_llm() as llm:
         calls = llm.engine._executor._runner.forward.forms["piecewise"].calls
         assert all(isinstance(call, AttentionCall) or isinstance(call.unit, TapeUnit) for call in calls)
         tokens, _ = generate(llm)
-    assert any("cpp_fused" in file.read_text() for file in cache.rglob("unit_0.py"))
     assert tokens == eager_tokens
+
+
+def test_loops_that_inductor_wrote_give_what_they_give_from_python(open_llm, tmp_path):
+    """In float16, for which there are no kernels of our own."""
+    with open_llm("model.dtype=float16", f"compile.cache_dir={tmp_path}") as llm:
+        pieces = llm.engine._executor._runner.forward.forms["piecewise"]
+        first, bound = pieces.program.calls[0], pieces.calls[0]
+        assert isinstance(bound.unit, TapeUnit)
+        (folder,) = (file.parent for file in tmp_path.rglob("unit_0.py"))
+        kernels = json.loads((folder / "manifest.json").read_text())["content"]["units"][0]["kernels"]
+        assert kernels
+        module = units._load_module((folder / "unit_0.py").read_bytes(), units._load_kernels(kernels, folder))
+        registers = pieces.registers(torch.tensor([5, 7, 5], dtype=torch.int32), torch.tensor([0, 1, 9]))
+        with torch.inference_mode():
+            of_module = module.bind(bound.template, first.values)(registers)
+            of_tape = bound.run(registers)
+    compared = [torch.equal(a, b) for a, b in zip(of_tape, of_module, strict=True)]
+    assert compared.count(True) >= len(compared) - 1  # one is the memory that attention will write into
 
 
 def test_the_profiler_sees_the_operators_inside(library):

@@ -60,6 +60,20 @@ def test_gated_activation(kernels, rows, size, dtype):
     assert_same(kernels.silu_mul(x), Formulas().silu_mul(x))
 
 
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("rows", (0, 1, 300))
+def test_rows_of_a_table(kernels, rows, index_dtype, dtype):
+    table, index = torch.randn(50, 33).to(dtype), torch.randint(0, 50, (rows,)).to(index_dtype)
+    assert torch.equal(kernels.take_rows(table, index), Formulas().take_rows(table, index))
+
+
+@pytest.mark.parametrize("row", (-1, 50))
+def test_a_row_that_a_table_has_not_is_an_error(kernels, row):
+    with pytest.raises(IndexError, match=f"no row {row} of 50"):
+        kernels.take_rows(torch.zeros(50, 4), torch.tensor([0, row]))
+
+
 def test_activation_of_extreme_values(kernels):
     x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 90.0, -90.0, 1e30, torch.nan] + [1.0] * 8])
     ours, theirs = kernels.silu_mul(x), Formulas().silu_mul(x)

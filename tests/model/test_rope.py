@@ -77,7 +77,7 @@ def test_dynamic_is_plain_within_the_positions_of_the_config(tmp_path):
 
 def test_table_is_float32_and_as_long_as_served(tmp_path):
     write(tmp_path, "phi3", CASES["longrope"][1])
-    rope = Rope(read_config(tmp_path).rope, 300, torch.device("cpu"))
+    rope = Rope(read_config(tmp_path).rope, 300, torch.device("cpu"), Formulas())
     assert rope.cos.shape == (300, 48) and rope.cos.dtype == torch.float32
     cos, sin = rope(torch.tensor([0, 299]))
     torch.testing.assert_close((cos**2 + sin**2)[:, 0], torch.full((2, 48), rope.cos[0, 0].item() ** 2))

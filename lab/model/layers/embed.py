@@ -4,13 +4,17 @@ import torch
 from torch import nn
 
 from lab.model.checkpoint import Checkpoint
+from lab.model.layers.fused import Formulas
 
 
 class Embedding(nn.Module):
     """Token ids to vectors."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device, fused: Formulas
+    ) -> None:
         super().__init__()
+        self._take_rows = fused.take_rows
         self.checkpoint_name = name
         self.register_buffer("weight", torch.empty(vocab_size, hidden_size, dtype=dtype, device=device), persistent=False)
 
@@ -22,4 +26,4 @@ class Embedding(nn.Module):
         return self.weight.nbytes
 
     def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(input_ids_T, self.weight)
+        return self._take_rows(self.weight, input_ids_T)

@@ -1,8 +1,8 @@
 """What lies between a decoder's linear layers: as formulas, and on the CPU as own kernels (native/fused.cpp).
 
 Left to Inductor, the formulas become C++ that wakes all threads for every loop of every kernel, which for one token takes
-longer than the work, and an exponential and a division that are slow for thousands. A kernel takes the same roundings as the
-formula run eagerly. Other devices and dtypes take the formulas, which Inductor fuses there.
+longer than the work, and an exponential and a division that are slow for thousands; and each takes g++ some ten seconds. A
+kernel takes the same roundings as the formula run eagerly. Other devices and dtypes take the formulas, which Inductor fuses.
 """
 
 import logging
@@ -54,6 +54,10 @@ class Formulas:
         gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
         return functional.silu(gate_TF) * up_TF
 
+    def take_rows(self, table_VH: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
+        """The rows of a table: (T, H). An index outside of it is an error."""
+        return functional.embedding(index_T, table_VH)
+
 
 class Kernels(Formulas):
     """The same by the operators of native/fused.cpp, opaque to torch.compile."""
@@ -64,7 +68,7 @@ class Kernels(Formulas):
         native.load(NAMESPACE, SOURCES)
         ops = torch.ops.lab_layers
         self.rms_norm, self.add_rms_norm = ops.rms_norm.default, ops.add_rms_norm.default
-        self.rotate, self.silu_mul = ops.rotate.default, ops.silu_mul.default
+        self.rotate, self.silu_mul, self.take_rows = ops.rotate.default, ops.silu_mul.default, ops.take_rows.default
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
 
@@ -74,6 +78,7 @@ _FAKES = {
     "add_rms_norm": lambda x, delta, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     "rotate": lambda x, cos, sin: x.new_empty(x.shape),
     "silu_mul": lambda x: x.new_empty((x.shape[0], x.shape[1] // 2)),
+    "take_rows": lambda table, index: table.new_empty((index.shape[0], table.shape[1])),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lab.model.config import RopeConfig
+from lab.model.layers.fused import Formulas
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
@@ -63,8 +64,9 @@ def _yarn(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 class Rope(nn.Module):
     """Tables of cos and sin for every position, float32: rows of rotary_dim / 2, since both halves of a head share them."""
 
-    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device, fused: Formulas) -> None:
         super().__init__()
+        self._take_rows = fused.take_rows
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
         self.register_buffer("cos", (angles.cos() * rope.attention_factor).to(device), persistent=False)
@@ -72,4 +74,4 @@ class Rope(nn.Module):
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin at these positions, shaped (T, 1, rotary_dim / 2) so that they broadcast over heads."""
-        return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
+        return self._take_rows(self.cos, positions_T).unsqueeze(1), self._take_rows(self.sin, positions_T).unsqueeze(1)

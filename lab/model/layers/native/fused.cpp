@@ -1,4 +1,5 @@
-// What lies between the linear layers of a decoder on the CPU: norm with residual, rotation, gated activation. One pass each.
+// What lies between the linear layers of a decoder on the CPU: lookups in tables, norm with residual, rotation, gated activation.
+// One pass each.
 //
 // A few rows are done by the calling thread alone: to wake others would take longer than the work.
 
@@ -189,6 +190,30 @@ Tensor silu_mul(const Tensor& x) {
   return y;
 }
 
+template <typename Index>
+void copy_rows(const Tensor& table, const Tensor& index, Tensor& y) {
+  const int64_t size = table.size(1), bytes = size * table.element_size();
+  const Index* at = index.const_data_ptr<Index>();
+  const char* from = static_cast<const char*>(table.const_data_ptr());
+  char* to = static_cast<char*>(y.mutable_data_ptr());
+  for (int64_t i = 0; i < index.size(0); i++)
+    TORCH_CHECK_INDEX(0 <= at[i] && at[i] < table.size(0), "take_rows: no row ", at[i], " of ", table.size(0));
+  for_rows(index.size(0), size, [&](int64_t row) { std::memcpy(to + row * bytes, from + at[row] * bytes, bytes); });
+}
+
+// table (V, H) of any dtype, index (T) int32 or int64. Returns (T, H).
+Tensor take_rows(const Tensor& table, const Tensor& index) {
+  TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && index.dim() == 1 && index.is_contiguous(),
+              "take_rows takes a dense table (V, H) and a dense index (T)");
+  Tensor y = at::detail::empty_cpu({index.size(0), table.size(1)}, table.scalar_type());
+  if (index.scalar_type() == at::kInt) {
+    copy_rows<int32_t>(table, index, y);
+  } else {
+    copy_rows<int64_t>(table, index, y);
+  }
+  return y;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
@@ -196,6 +221,7 @@ TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("silu_mul(Tensor x) -> Tensor");
+  library.def("take_rows(Tensor table, Tensor index) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
@@ -203,4 +229,5 @@ TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
   library.impl("add_rms_norm", TORCH_FN(add_rms_norm));
   library.impl("rotate", TORCH_FN(rotate));
   library.impl("silu_mul", TORCH_FN(silu_mul));
+  library.impl("take_rows", TORCH_FN(take_rows));
 }
