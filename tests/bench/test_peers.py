@@ -12,6 +12,7 @@ import pytest
 from lab.metrics.roofline import DeviceFacts, floors
 from lab.model.config import read_config
 from tests import rigs
+from tests.conftest import lend_native
 
 PEERS = Path(__file__).resolve().parents[2] / "experiments" / "peers"
 sys.path.append(str(PEERS))
@@ -37,8 +38,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def work(tmp_path):
+    """A folder for the harness, where lab's own caches have the C++ kernels already: each build takes half a minute."""
     folder = tmp_path / "work"
-    folder.mkdir()
+    lend_native(folder)
+    lend_native(folder / "cache" / "lab")
     return folder
 
 
