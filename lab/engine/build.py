@@ -4,6 +4,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +27,14 @@ from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
+from lab.model.layers.attention import AttentionLayer
 from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
+from lab.runner.draft_cache import scratch_blocks
 from lab.runner.runner import Limits, Runner
+from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
 from lab.sched.scheduler import Scheduler
 from lab.settings import CacheSettings, PluginChoice, Settings
@@ -67,11 +72,22 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         moe=moe,
         max_model_len=max_model_len,
     )
+    limits = _limits(settings, config, max_model_len)
+    load_another = partial(
+        load_model,
+        dtype=dtype,
+        device=device,
+        load_format="auto",
+        quant=model.build.plain,
+        moe=moe,
+        max_model_len=max_model_len,
+    )
+    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, limits.max_rows, max_model_len, load_another))
+    model.aux_layers = tuple(proposer.aux_layers)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
-
-    limits = _limits(settings, config, max_model_len)
     compiled = compile_for_run(
         settings.compile,
         model,
@@ -84,13 +100,16 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         num_drafts=proposer.num_drafts,
     )
     warm_begin = time.perf_counter()
-    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, limits, device)
+    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    make_store = partial(KVStore, backends, scales=scales, draft_backends=draft_backends, num_scratch=num_scratch)
+    block_bytes = bytes_per_block([*backends, *draft_backends])
+    runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, limits, device)
     num_blocks = runner.store.num_blocks
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
-    scheduler = _scheduler(settings, chosen, num_blocks, kv_dtype, max_model_len, proposer.num_drafts)
+    scheduler = _scheduler(settings, chosen, num_blocks, kv_dtype, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -101,7 +120,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         dtype=_name(dtype),
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
+        kv_bytes_per_token=block_bytes // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={
@@ -116,7 +135,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
 
 
 def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], num_blocks: int, kv_dtype: str, max_model_len: int, num_drafts: int
+    settings: Settings, chosen: dict[str, Resolved], num_blocks: int, kv_dtype: str, max_model_len: int, proposer: Proposer
 ) -> Scheduler:
     """The scheduler with its block manager."""
     blocks = BlockManager(
@@ -125,10 +144,11 @@ def _scheduler(
         enable_prefix_caching=settings.cache.enable_prefix_caching,
         hash_algo=settings.cache.hash_algo,
         extra_keys=(kv_dtype, settings.cache.scales),
+        lookahead=proposer.lookahead,
     )
     policy = chosen["policy"].make()
     return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
     )
 
 
@@ -136,24 +156,24 @@ def _warm_runner(
     settings: Settings,
     model: nn.Module,
     compiled: Compiled,
-    backends: list[Attention],
-    scales: list[torch.Tensor],
+    make_store: Callable[[int], KVStore],
+    block_bytes: int,
     proposer: Proposer,
     limits: Limits,
     device: torch.device,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
-    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales)
+    trial_store = make_store(_profile_blocks(settings, limits))
     runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block(backends),
+        block_bytes,
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
     )
-    runner.replace_store(KVStore(backends, num_blocks, scales))
+    runner.replace_store(make_store(num_blocks))
     if graphs is not None:
         graphs.capture(runner.store.layers)
         runner.forward = graphs
@@ -205,12 +225,25 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
 def _backends(
     settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
 ) -> list[Attention]:
+    """The attention backend of each of the model's layers."""
+    return _backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=drafts)
+
+
+def _backends_of(
+    settings: Settings,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: dict[str, Resolved],
+    *,
+    drafts: bool,
+) -> list[Attention]:
     """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
     name = settings.cache.dtype
     kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
     of_spec: dict[AttentionSpec, Attention] = {}
     backends = []
-    for layer in model.attention_layers:
+    for layer in layers:
         spec = AttentionSpec(
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
@@ -230,6 +263,19 @@ def _backends(
             chosen[key] = resolved
             of_spec[spec] = resolved.make(spec)
         backends.append(of_spec[spec])
+    return backends
+
+
+def _draft_backends(
+    settings: Settings, proposer: Proposer, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved]
+) -> list[Attention]:
+    """The attention backend of each layer of the proposer's own, recorded under `spec.attention`. They keep keys and values
+    in the model's dtype: there are few of them, and nobody has calibrated scales for them.
+    """
+    plain = replace(settings, cache=replace(settings.cache, dtype="auto", scales="auto"))
+    own: dict[str, Resolved] = {}
+    backends = _backends_of(plain, proposer.attention_layers, dtype, device, own, drafts=False)
+    chosen.update({f"spec.{key}": resolved for key, resolved in own.items()})
     return backends
 
 

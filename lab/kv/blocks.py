@@ -64,6 +64,7 @@ class BlockManager:
             fork_group share, and only their prompt's blocks.
         hash_algo: see `lab.kv.prefix.ALGORITHMS`.
         extra_keys: what the contents of every block depend on beside the tokens, e.g. the KV dtype.
+        lookahead: how many tokens past its own a block's contents depend on.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         hash_algo: str = "blake2b",
         extra_keys: tuple[Key, ...] = (),
+        lookahead: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         self.num_blocks = num_blocks
@@ -82,6 +84,7 @@ class BlockManager:
         self.num_free = num_blocks
         self.peak_used = 0
         self.stats = PrefixCacheStats()
+        self._lookahead = lookahead
         self._hasher = BlockHasher(block_size, hash_algo, extra_keys)
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._cached: dict[bytes, Block] = {}
@@ -118,7 +121,8 @@ class BlockManager:
             if block is None:
                 break
             found.append(block.id)
-        return found
+        # the last contents depend on tokens that may not be those of the request, unless the next block agrees as well
+        return found[: max(0, len(found) - self.blocks_for(self._lookahead))]
 
     def num_free_without(self, block_ids: list[int]) -> int:
         """How many blocks would be free once these have been taken."""

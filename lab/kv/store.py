@@ -15,9 +15,20 @@ class KVStore:
     The tensors are zero-filled: memory nobody wrote is read (and masked away) by some backends, so it must be finite.
     """
 
-    def __init__(self, backends: list[Attention], num_blocks: int, scales: Sequence[torch.Tensor] = ()) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones."""
+    def __init__(
+        self,
+        backends: list[Attention],
+        num_blocks: int,
+        scales: Sequence[torch.Tensor] = (),
+        draft_backends: Sequence[Attention] = (),
+        num_scratch: int = 0,
+    ) -> None:
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `draft_backends`: of a proposer's own layers,
+        whose caches have `num_scratch` more blocks than the pool.
+        """
         self.num_blocks = num_blocks
+        self.draft_backends = list(draft_backends)
+        self.draft_layers = [_zeros(b.kv_shape(num_blocks + num_scratch, b.spec.block_size), b.spec) for b in draft_backends]
         self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
         if scales:
             for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):

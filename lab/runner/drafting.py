@@ -3,24 +3,56 @@
 import numpy as np
 import torch
 
-from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.contracts.spec import Draft, Proposer, ProposeView, StepView
 from lab.errors import PluginFault
-from lab.runner.batch import Share
+from lab.kv.store import KVStore
+from lab.runner.batch import Batch, Share
+from lab.runner.draft_cache import RowsDraftCache
 from lab.runner.rows import Rows
+from lab.sample.sampler import Sampler
 
 
 class Drafting:
     """Drafts of the live rows: their tokens go into the rows, the distributions they were drawn from are kept here."""
 
-    def __init__(self, proposer: Proposer, rows: Rows, vocab_size: int) -> None:
+    def __init__(self, proposer: Proposer, rows: Rows, vocab_size: int, sampler: Sampler | None = None) -> None:
+        """`sampler`: knows the rows' temperatures and seeds; without it every row counts as greedy."""
         self._proposer = proposer
         self._rows = rows
         self._vocab_size = vocab_size
+        self._sampler = sampler
         self._probs: dict[int, torch.Tensor] = {}  # row -> SV, for the drafts that were not one-hot
 
     @property
     def num_drafts(self) -> int:
         return self._proposer.num_drafts
+
+    @property
+    def observes(self) -> bool:
+        """Whether the proposer wants to see every step."""
+        return self._proposer.observes
+
+    def attach(self, store: KVStore, block_size: int, max_model_len: int, device: torch.device) -> None:
+        """Give the proposer the part of the pool that its own layers have."""
+        if store.draft_layers:
+            cache = RowsDraftCache(
+                self._rows,
+                store.draft_backends,
+                store.draft_layers,
+                block_size=block_size,
+                num_blocks=store.num_blocks,
+                num_drafts=self.num_drafts,
+                max_model_len=max_model_len,
+                device=device,
+            )
+            self._proposer.attach(cache)
+
+    def observe(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None) -> None:
+        """Show the proposer a step, once the rows have moved on."""
+        rows_R = np.array([share.row for share in shares])
+        start_R = np.array([share.start for share in shares])
+        kept_R = self._rows.num_computed_R[rows_R] - start_R
+        self._proposer.observe(StepView(batch, hidden_TD, aux_ATD, self._rows.tokens_RC, rows_R, start_R, kept_R))
 
     def propose(self, row_ids: list[int], end_R: np.ndarray) -> dict[int, list[int]]:
         """Drafts for these rows' next step, by row; `end_R` is the length at which each row ends.
@@ -34,12 +66,20 @@ class Drafting:
         lengths_R = self._rows.lengths_R[rows_R]
         # the step that verifies S drafts adds up to S + 1 tokens
         limits_R = np.clip(end_R - lengths_R - 1, 0, self.num_drafts)
-        draft = self._proposer.propose(ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R))
+        temperatures_R, uniforms_RS = None, None
+        if self._sampler is not None:
+            temperatures_R = self._sampler.temperatures(rows_R)
+            if temperatures_R is not None:
+                uniforms_RS = self._sampler.draft_uniforms(rows_R, self.num_drafts)
+        view = ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, temperatures_R, uniforms_RS)
+        draft = self._proposer.propose(view)
         self._check(draft, limits_R.tolist())
         for index, (row, token_ids) in enumerate(zip(row_ids, draft.token_ids, strict=True)):
             self._rows.set_drafts(row, token_ids)
             if draft.probs_RSV is not None:
                 self._probs[row] = draft.probs_RSV[index]
+            else:
+                self._probs.pop(row, None)
         return dict(zip(row_ids, draft.token_ids, strict=True))
 
     def probs(self, shares: list[Share]) -> torch.Tensor | None:
