@@ -8,6 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define FLASH_HAS_AVX512
+#endif
+
 namespace flash {
 
 enum class Type : int { f32, bf16, f16, i8, fp8 };
@@ -67,7 +71,8 @@ struct Kernels {
   void (*attend)(const Call&, const Item&, const Item* next, float* scratch);
 };
 
-// Null where the compiler or its flags have no such instructions.
+// Null where the compiler or its flags have no such instructions, and where faster ones serve as well: then they are built only
+// with FLASH_EVERY_ISA.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
