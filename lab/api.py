@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from lab import native
 from lab.capabilities import API_VERSION, Capabilities, common
-from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.attention import Attention, AttentionSpec, OperatorCall
 from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
 from lab.contracts.quant import LinearSpec, ParamSpec, Quant
@@ -26,6 +26,7 @@ __all__ = [
     "LinearSpec",
     "ModelFacts",
     "Moe",
+    "OperatorCall",
     "ParamSpec",
     "Policy",
     "ProposeView",

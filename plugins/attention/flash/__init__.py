@@ -111,3 +111,6 @@ class Flash(Attention):
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)
+
+    def operators(self) -> Any:
+        return self._kernels.operators() if isinstance(self._kernels, CpuKernels) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.api import AttentionSpec, UserError, dataclass, native
+from lab.api import AttentionSpec, OperatorCall, UserError, dataclass, native
 
 LIBRARY = "lab_flash"  # the kernels that this CPU runs fastest
 EVERY_ISA = "lab_flash_every_isa", ("-DFLASH_EVERY_ISA",)  # with those for lesser instruction sets, for who asks for one
@@ -55,6 +55,12 @@ class CpuKernels:
     @cached_property
     def _plan(self) -> Any:
         return self._ops.plan.default
+
+    def operators(self) -> list[OperatorCall]:
+        return [
+            OperatorCall(self.write, ("k", "v", "kv", "slots")),
+            OperatorCall(self._attend, ("q", "kv", "blocks_RM", "work", "out")),
+        ]
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
         work = self._plan(torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu), *self._how)
