@@ -60,7 +60,7 @@ def test_the_chain_gives_the_bits_of_its_calls_made_one_by_one(open_llm, monkeyp
         chain_of = pieces.chain
         monkeypatch.setattr(direct(llm), "run", run)
         generate(llm)
-    assert len(compared) > 12 and all(compared)
+    assert len(compared) >= 12 and all(compared)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "hybrid"])
