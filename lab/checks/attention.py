@@ -38,6 +38,7 @@ class Case:
     kv_scales: str = "none"
     num_padding: int = 0  # tokens with slot -1 after the last row
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
+    prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
 
 
 def check_decode_at_block_edges(entry: Entry, options: Any) -> None:
@@ -73,6 +74,26 @@ def check_drafts(entry: Entry, options: Any) -> None:
     for num_q in (2, 4, 9):
         rows = tuple((n, num_q) for n in (1, 14, 15, 16, 31, 32, 127, 1023))
         _compare(entry, options, Case(rows, head_dim=_dim(entry)))
+
+
+def check_shared_prefixes(entry: Entry, options: Any) -> None:
+    """Rows that begin with the same blocks, in several groups and in groups within groups: each sees these and its own."""
+    features = entry.capabilities.features
+    few = 4 if "spec_verify" in features else 1
+    rows = ((320, 1), (0, 20), (300, 1), (70, few), (288, 33), (100, 1), (319, 1), (96, few), (65, 1), (290, 2 * few), (400, 1))
+    prefixes = (((0, 2, 4, 6, 9, 10), 64), ((3, 7, 8), 64), ((2, 4, 6, 10), 288), ((6, 10), 304))
+    case = Case(rows, prefixes=prefixes, head_dim=_dim(entry))
+    backwards = tuple((tuple(len(rows) - 1 - row for row in some), num_tokens) for some, num_tokens in prefixes)
+    cases = [replace(case, rows=rows[::-1], prefixes=backwards)]
+    cases += [replace(case, dtype=dtype, num_padding=2) for dtype in _dtypes(entry)]
+    if "gqa" in features:
+        cases += [replace(case, num_heads=group, num_kv_heads=1) for group in range(1, 17)]
+    if "sliding_window" in features:
+        cases += [replace(case, sliding_window=window) for window in (1, 50, 330, 10_000)]
+    if "softcap" in features:
+        cases.append(replace(case, softcap=2.0))
+    for each in cases:
+        _compare(entry, options, each)
 
 
 def check_head_groups(entry: Entry, options: Any) -> None:
@@ -165,6 +186,7 @@ def check_quantized_cache(entry: Entry, options: Any) -> None:
     for kv_dtype, kv_scales, dtype in itertools.product(declared, kinds, _dtypes(entry)):
         case = Case(rows, head_dim=_dim(entry), dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, num_padding=2)
         _compare(entry, options, case)
+        _compare(entry, options, replace(case, prefixes=(((7, 1, 2, 5), 64), ((1, 7), 96))))
 
 
 def check_quantized_export_and_load(entry: Entry, options: Any) -> None:
@@ -325,9 +347,10 @@ class _Trial:
         needs = [-(-n // case.block_size) for n in totals]
         self.num_blocks = sum(needs) + 3
         # block 0, which the tables of padding rows name, is nobody's
-        order = np.append(1 + np.random.default_rng(seed).permutation(self.num_blocks - 1), 0)
+        order = 1 + np.random.default_rng(seed).permutation(self.num_blocks - 1)
         self.tables = np.split(order[: sum(needs)], np.cumsum(needs)[:-1])
-        self.unowned = order[sum(needs) :]
+        self._share_prefixes()
+        self.unowned = np.setdiff1d(np.arange(self.num_blocks), np.concatenate(self.tables))
         self.batch = self._batch(max(totals))
 
     def _vary(self, generator: torch.Generator) -> None:
@@ -345,6 +368,16 @@ class _Trial:
                     highest_2K[half] = torch.maximum(highest_2K[half], rows[row].float().abs().amax((0, 2)))
         if case.kv_dtype is not None:
             self.scales_2K = highest_2K / _largest(case.kv_dtype)
+
+    def _share_prefixes(self) -> None:
+        """The blocks of the first row of each prefix, whole ones, take the place of the others', with what is in them."""
+        size = self.case.block_size
+        for (first, *others), num_tokens in self.case.prefixes:
+            num_blocks = num_tokens // size
+            for row in others:
+                self.tables[row][:num_blocks] = self.tables[first][:num_blocks]
+                for of_rows in (self.keys, self.values):
+                    of_rows[row][: num_blocks * size] = of_rows[first][: num_blocks * size]
 
     def _batch(self, longest: int) -> Batch:
         case = self.case

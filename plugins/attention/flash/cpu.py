@@ -12,6 +12,7 @@ from lab.api import AttentionSpec, UserError, dataclass, native
 
 LIBRARY = "lab_flash"
 SOURCES = sorted((Path(__file__).parent / "cpu").glob("*.cpp"))
+CASCADE = {"auto": -1, "never": 0}  # what the words mean in cpu/plan.h
 
 
 @dataclass(slots=True)
@@ -30,13 +31,15 @@ class CpuKernels:
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         native.load(LIBRARY, SOURCES)
         ops = torch.ops.lab_flash
-        self._plan, self._attend, self.write = ops.plan.default, ops.attend.default, ops.write.default
-        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
+        self._plan, self.write = ops.plan.default, ops.write.default
+        self._attend, self._attend_lse = ops.attend.default, ops.attend_lse.default
+        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
-        self._how = (*shape, *scores, options.num_splits, _index_of(options.isa))
+        self._how = (*shape, *scores, options.num_splits, CASCADE.get(options.cascade, options.cascade), _index_of(options.isa))
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
-        work = self._plan(torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu), *self._how)
+        starts, contexts = torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu)
+        work = self._plan(starts, contexts, batch.blocks_RM, *self._how)
         if reuse is None:
             return Plan(work, batch.blocks_RM)
         reuse.work, reuse.blocks_RM = work, batch.blocks_RM
@@ -44,6 +47,11 @@ class CpuKernels:
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         self._attend(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH)
+
+    def attend_lse(
+        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor
+    ) -> None:
+        self._attend_lse(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH, lse_TN)
 
 
 def _index_of(isa: str) -> int:
