@@ -32,6 +32,7 @@ class Case:
     kv_scales: str = "none"
     num_padding: int = 0  # tokens with slot -1 after the last row
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
+    prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
 
 
 def compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False) -> None:
@@ -64,9 +65,10 @@ class Trial:
         needs = [-(-n // case.block_size) for n in totals]
         self.num_blocks = sum(needs) + 3
         # block 0, which the tables of padding rows name, is nobody's
-        order = np.append(1 + np.random.default_rng(seed).permutation(self.num_blocks - 1), 0)
+        order = 1 + np.random.default_rng(seed).permutation(self.num_blocks - 1)
         self.tables = np.split(order[: sum(needs)], np.cumsum(needs)[:-1])
-        self.unowned = order[sum(needs) :]
+        self._share_prefixes()
+        self.unowned = np.setdiff1d(np.arange(self.num_blocks), np.concatenate(self.tables))
         self.batch = self._batch(max(totals))
 
     def _vary(self, generator: torch.Generator) -> None:
@@ -84,6 +86,16 @@ class Trial:
                     highest_2K[half] = torch.maximum(highest_2K[half], rows[row].float().abs().amax((0, 2)))
         if case.kv_dtype is not None:
             self.scales_2K = highest_2K / _largest(case.kv_dtype)
+
+    def _share_prefixes(self) -> None:
+        """The blocks of the first row of each prefix, whole ones, take the place of the others', with what is in them."""
+        size = self.case.block_size
+        for (first, *others), num_tokens in self.case.prefixes:
+            num_blocks = num_tokens // size
+            for row in others:
+                self.tables[row][:num_blocks] = self.tables[first][:num_blocks]
+                for of_rows in (self.keys, self.values):
+                    of_rows[row][: num_blocks * size] = of_rows[first][: num_blocks * size]
 
     def _batch(self, longest: int) -> Batch:
         case = self.case

@@ -15,6 +15,7 @@ from lab.api import AttentionSpec, OperatorCall, UserError, dataclass, native
 LIBRARY = "lab_flash"  # the kernels that this CPU runs fastest
 EVERY_ISA = "lab_flash_every_isa", ("-DFLASH_EVERY_ISA",)  # with those for lesser instruction sets, for who asks for one
 SOURCES = sorted((Path(__file__).parent / "cpu").glob("*.cpp"))
+CASCADE = {"auto": -1, "never": 0}  # what the words mean in cpu/plan.h
 
 
 @dataclass(slots=True)
@@ -32,10 +33,10 @@ class CpuKernels:
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         self._isa = options.isa
-        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
+        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
         isa = 0 if options.isa == "auto" else _index_of(options.isa, self._ops.isas())
-        self._how = (*shape, *scores, options.num_splits, isa)
+        self._how = (*shape, *scores, options.num_splits, CASCADE.get(options.cascade, options.cascade), isa)
 
     @cached_property
     def _ops(self) -> Any:
@@ -63,7 +64,8 @@ class CpuKernels:
         ]
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
-        work = self._plan(torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu), *self._how)
+        starts, contexts = torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu)
+        work = self._plan(starts, contexts, batch.blocks_RM, *self._how)
         if reuse is None:
             return Plan(work, batch.blocks_RM)
         reuse.work, reuse.blocks_RM = work, batch.blocks_RM
@@ -71,6 +73,11 @@ class CpuKernels:
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         self._attend(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH)
+
+    def attend_lse(
+        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor
+    ) -> None:
+        self._ops.attend_lse.default(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH, lse_TN)
 
 
 def _index_of(isa: str, usable: Sequence[str]) -> int:
