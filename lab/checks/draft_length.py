@@ -37,7 +37,9 @@ def check_same_again(entry: Entry, options: Any) -> None:
     first, second = (list(_run(entry, options, NUM_DRAFTS, 0.6)) for _ in range(2))
     for (lengths_R, _, _), (again_R, _, rows_R) in zip(first, second, strict=True):
         if not np.array_equal(lengths_R, again_R):
-            raise CheckFailed(f"rows {rows_R.tolist()} got {lengths_R.tolist()} the first time and {again_R.tolist()} the second")
+            raise CheckFailed(
+                f"rows {rows_R.tolist()} got {lengths_R.tolist()} the first time and {again_R.tolist()} the second"
+            )
 
 
 def check_arrays_are_left_alone(entry: Entry, options: Any) -> None:
