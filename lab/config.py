@@ -41,7 +41,7 @@ PLUGIN_GROUPS = (
     "quant",
     "moe",
     "workload",
-)  # kinds that a run chooses by a group of that name
+)  # kinds chosen by a group of that name
 AUTO_GROUPS = ("attention", "quant", "moe")  # kinds for which `auto` may choose
 LISTED_GROUPS = ("model",)  # in the defaults list
 EXPERIMENT = "experiment"

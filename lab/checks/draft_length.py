@@ -13,7 +13,7 @@ NUM_DRAFTS, MAX_ROWS, NUM_STEPS = 5, 12, 60
 
 
 def check_lengths(entry: Entry, options: Any) -> None:
-    """Each row gets a whole number of drafts from 0 to the proposer's, whatever rows a step has, and one of a single draft too."""
+    """Each row gets a whole number of drafts from 0 to the proposer's, be it one or several, whatever rows a step has."""
     for num_drafts in (1, NUM_DRAFTS):
         for acceptance in (0.0, 0.5, 1.0):
             for lengths_R, _, rows_R in _run(entry, options, num_drafts, acceptance):
@@ -37,9 +37,7 @@ def check_same_again(entry: Entry, options: Any) -> None:
     first, second = (list(_run(entry, options, NUM_DRAFTS, 0.6)) for _ in range(2))
     for (lengths_R, _, _), (again_R, _, rows_R) in zip(first, second, strict=True):
         if not np.array_equal(lengths_R, again_R):
-            raise CheckFailed(
-                f"rows {rows_R.tolist()} got {lengths_R.tolist()} the first time and {again_R.tolist()} the second"
-            )
+            raise CheckFailed(f"rows {rows_R.tolist()} got {lengths_R.tolist()} and the second time {again_R.tolist()}")
 
 
 def check_arrays_are_left_alone(entry: Entry, options: Any) -> None:

@@ -56,15 +56,13 @@ class Replay(Proposer):
         acceptance: tuple[float, ...] = (1.0,)  # probability that the draft of a position is right; the last one holds on
         seed: int = 0  # of which drafts are right
 
-        def __post_init__(self) -> None:
-            if self.num_drafts < 1:
-                raise UserError(f"spec.num_drafts must be a whole number from 1, got {self.num_drafts}.")
-            if not is_acceptance(self.acceptance):
-                raise UserError(f"spec.acceptance takes probabilities from 0 to 1, got {list(self.acceptance)}.")
-
     def __init__(self, options: Options) -> None:
         """Raises UserError for a file that cannot be read or a line that is wrong, with its number."""
         super().__init__(options)
+        if options.num_drafts < 1:
+            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        if not _is_acceptance(options.acceptance):
+            raise UserError(f"spec.acceptance takes probabilities from 0 to 1, got {list(options.acceptance)}.")
         self.num_drafts = options.num_drafts
         self._known = _read(Path(options.path).expanduser(), options.acceptance) if options.path is not None else {}
         self._rows: dict[int, _Row] = {}
@@ -116,7 +114,7 @@ class Replay(Proposer):
         return right
 
 
-def is_acceptance(values: Any) -> bool:
+def _is_acceptance(values: Any) -> bool:
     """Whether these are probabilities by position, one at least."""
     numbers = isinstance(values, list | tuple) and all(type(value) in (int, float) for value in values)
     return numbers and len(values) > 0 and all(0 <= value <= 1 for value in values)
@@ -157,7 +155,7 @@ def _line(line: str, where: str) -> dict[str, Any]:
         value = data.get(key, [])
         if not isinstance(value, list) or any(type(token) is not int or token < 0 for token in value):
             raise UserError(f"{where}: {key} must be a list of token ids.")
-    if not is_acceptance(data.get("acceptance", [1.0])):
+    if not _is_acceptance(data.get("acceptance", [1.0])):
         raise UserError(f"{where}: acceptance must be a list of probabilities from 0 to 1.")
     if not isinstance(data.get("id", ""), str):
         raise UserError(f"{where}: id must be text.")

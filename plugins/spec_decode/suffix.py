@@ -43,17 +43,15 @@ class Suffix(Proposer):
         min_share: float = 0.3  # drafts go on while all of them together are at least so likely, by what followed before
         max_past: int = 200_000  # tokens of past outputs that are kept, some 200 bytes each; 0: this request's text alone
 
-        def __post_init__(self) -> None:
-            for name, least in (("num_drafts", 1), ("min_match", 1), ("max_past", 0)):
-                if getattr(self, name) < least:
-                    raise UserError(f"spec.{name} must be a whole number from {least}, got {getattr(self, name)}.")
-            if not self.per_match > 0:
-                raise UserError(f"spec.per_match must be over 0, got {self.per_match:g}.")
-            if not 0 <= self.min_share <= 1:
-                raise UserError(f"spec.min_share must be from 0 to 1, got {self.min_share:g}.")
-
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        for name, least in (("num_drafts", 1), ("min_match", 1), ("max_past", 0)):
+            if getattr(options, name) < least:
+                raise UserError(f"spec.{name} must be a whole number from {least}, got {getattr(options, name)}.")
+        if not options.per_match > 0:
+            raise UserError(f"spec.per_match must be over 0, got {options.per_match:g}.")
+        if not 0 <= options.min_share <= 1:
+            raise UserError(f"spec.min_share must be from 0 to 1, got {options.min_share:g}.")
         self.num_drafts = options.num_drafts
         self._texts: dict[int, _Text] = {}
         self._past: dict[int, SuffixAutomaton] = {0: SuffixAutomaton()}  # the last two generations, the older one first

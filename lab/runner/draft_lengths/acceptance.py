@@ -20,15 +20,14 @@ class ByAcceptance(DraftLength):
         decay: float = 0.9  # what a step's outcome keeps of its weight when the next comes
         try_every: int = 4  # a request that gets none has one compared with what comes every so many steps
 
-        def __post_init__(self) -> None:
-            for name in ("min_gain", "decay"):
-                if not 0 < getattr(self, name) < 1:
-                    raise UserError(f"draft_length.{name} must be between 0 and 1; got {getattr(self, name):g}.")
-            if self.try_every < 1:
-                raise UserError(f"draft_length.try_every must be a whole number from 1; got {self.try_every}.")
-
     def __init__(self, options: Options, num_drafts: int, max_rows: int) -> None:
         super().__init__(options, num_drafts, max_rows)
+        if not 0 < options.decay < 1:
+            raise UserError(f"draft_length.decay must be between 0 and 1; got {options.decay:g}.")
+        if not 0 < options.min_gain < 1:
+            raise UserError(f"draft_length.min_gain must be between 0 and 1; got {options.min_gain:g}.")
+        if options.try_every < 1:
+            raise UserError(f"draft_length.try_every must be a whole number from 1; got {options.try_every}.")
         self._rates = AcceptanceRates(max_rows, options.decay)
         self._turns = Turns(options.try_every)
 

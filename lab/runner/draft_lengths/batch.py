@@ -29,17 +29,15 @@ class ByBatch(DraftLength):
         try_every: int = 4  # a request that gets none has one compared with what comes every so many steps
         lasting: int = 256  # steps after which the time of a size is measured anew
 
-        def __post_init__(self) -> None:
-            if not 0 < self.decay < 1:
-                raise UserError(f"draft_length.decay must be between 0 and 1; got {self.decay:g}.")
-            if not self.margin >= 0:
-                raise UserError(f"draft_length.margin must be 0 or more; got {self.margin:g}.")
-            for name in ("try_every", "lasting"):
-                if getattr(self, name) < 1:
-                    raise UserError(f"draft_length.{name} must be a whole number from 1; got {getattr(self, name)}.")
-
     def __init__(self, options: Options, num_drafts: int, max_rows: int) -> None:
         super().__init__(options, num_drafts, max_rows)
+        if not 0 < options.decay < 1:
+            raise UserError(f"draft_length.decay must be between 0 and 1; got {options.decay:g}.")
+        if not options.margin >= 0:
+            raise UserError(f"draft_length.margin must be 0 or more; got {options.margin:g}.")
+        for option in ("try_every", "lasting"):
+            if getattr(options, option) < 1:
+                raise UserError(f"draft_length.{option} must be a whole number from 1; got {getattr(options, option)}.")
         self._rates = AcceptanceRates(max_rows, options.decay)
         self._turns = Turns(options.try_every)
         self._times = StepTimes(options.lasting)
