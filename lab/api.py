@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from lab import native
 from lab.capabilities import API_VERSION, Capabilities, common
 from lab.contracts.attention import Attention, AttentionSpec, OperatorCall
+from lab.contracts.draft_length import DraftLength, Verified
 from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
 from lab.contracts.quant import LinearSpec, ParamSpec, Quant
@@ -23,6 +24,7 @@ __all__ = [
     "AttentionSpec",
     "Capabilities",
     "Draft",
+    "DraftLength",
     "LinearSpec",
     "ModelFacts",
     "Moe",
@@ -36,6 +38,7 @@ __all__ = [
     "RunInfo",
     "Sink",
     "UserError",
+    "Verified",
     "WorkItem",
     "Workload",
     "common",

@@ -34,7 +34,7 @@ from lab.settings import PluginChoice, Settings
 from lab.typed import from_plain, no_setting
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-PLUGIN_GROUPS = ("attention", "spec", "quant", "moe", "workload")  # kinds that a run chooses by a group of that name
+PLUGIN_GROUPS = ("attention", "spec", "draft_length", "quant", "moe", "workload")  # kinds that a run chooses by such a group
 AUTO_GROUPS = ("attention", "quant", "moe")  # kinds for which `auto` may choose
 LISTED_GROUPS = ("model",)  # in the defaults list
 EXPERIMENT = "experiment"

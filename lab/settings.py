@@ -148,6 +148,7 @@ class Settings:
     debug: DebugSettings = field(default_factory=DebugSettings)
     attention: PluginChoice = field(default_factory=PluginChoice)
     spec: PluginChoice = field(default_factory=lambda: PluginChoice("none"))
+    draft_length: PluginChoice = field(default_factory=lambda: PluginChoice("batch"))
     quant: PluginChoice = field(default_factory=PluginChoice)
     moe: PluginChoice = field(default_factory=PluginChoice)
     workload: PluginChoice = field(default_factory=lambda: PluginChoice("prompts"))

@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from lab.types import NewRow
+
 
 @dataclass(frozen=True, slots=True)
 class ProposeView:
     """What a proposer sees after a step's verification: the rows that sampled and may take drafts.
 
     tokens_RC are the host rows of token history (capacity C wide, only the first lengths_R entries are tokens);
-    limits_R is the largest number of drafts each row may get (context and length limits).
+    limits_R is the largest number of drafts each row may get: by context and length limits, by the run's draft length and the
+    request's own. A row's limit may be 0 in one step and more in the next.
     """
 
     tokens_RC: "np.ndarray"  # int32, a view of the persistent rows: index it with rows_R
@@ -34,7 +37,10 @@ class Draft:
 
 
 class Proposer(ABC):
-    """Proposes draft tokens for the next step."""
+    """Proposes draft tokens for the next step.
+
+    `start` and `end` say whose text a row holds. One that looks at nothing but the view needs neither.
+    """
 
     kind: ClassVar[str]
     name: ClassVar[str]
@@ -47,6 +53,12 @@ class Proposer(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+    def start(self, row: int, request: "NewRow") -> None:  # noqa: B027 - most have nothing to note
+        """A request begins in this row, or resumes there after a preemption with the output that it has."""
+
+    def end(self, row: int, tokens: "np.ndarray") -> None:  # noqa: B027 - most have nothing to forget
+        """The row's request is gone: it ended, or was preempted. `tokens` are its prompt and output, a view of the row."""
 
     @abstractmethod
     def propose(self, view: ProposeView) -> Draft:

@@ -15,6 +15,7 @@ from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
@@ -84,7 +85,8 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         num_drafts=proposer.num_drafts,
     )
     warm_begin = time.perf_counter()
-    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, limits, device)
+    draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, draft_length, limits, device)
     num_blocks = runner.store.num_blocks
     _report_cache(num_blocks, settings.cache, max_model_len)
     warmup_s = time.perf_counter() - warm_begin
@@ -139,12 +141,13 @@ def _warm_runner(
     backends: list[Attention],
     scales: list[torch.Tensor],
     proposer: Proposer,
+    draft_length: DraftLength,
     limits: Limits,
     device: torch.device,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
     trial_store = KVStore(backends, _profile_blocks(settings, limits), scales)
-    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
+    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device, draft_length)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
@@ -177,6 +180,7 @@ def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, s
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
         "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
+        "draft_length": resolve("draft_length", settings.draft_length, Needs()),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 

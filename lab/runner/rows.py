@@ -49,10 +49,12 @@ class Rows:
             self._free.append(row)
         return row
 
-    def clear(self) -> None:
-        """Take every row back."""
-        for request_id in list(self._row_of):
-            self.free(request_id)
+    def clear(self) -> list[int]:
+        """Take every row back. Returns those that were in use."""
+        rows = list(self._row_of.values())
+        self._free += rows
+        self._row_of.clear()
+        return rows
 
     def apply(self, chunk: Chunk) -> int:
         """Take in what the scheduler sends with a chunk: new blocks, and under synchronous scheduling the drafts."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from lab.compile.dispatch import BatchKey, Dispatcher
 from lab.compile.graphs import Forward
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
@@ -44,6 +45,7 @@ class Runner:
         proposer: Proposer,
         limits: Limits,
         device: torch.device,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -60,7 +62,7 @@ class Runner:
         self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
-        self._drafting = Drafting(proposer, self.rows, limits.vocab_size)
+        self._drafting = Drafting(proposer, self.rows, limits.vocab_size, draft_length)
         self._end_R = np.full(limits.max_rows, limits.max_model_len, np.int64)  # length at which each row ends
 
     @torch.inference_mode()
@@ -75,7 +77,7 @@ class Runner:
         batch = self.builder.build(shares, key.num_tokens, key.num_rows)
         hidden_TD = self.forward.run(key, batch, self.store.layers)
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
-        sampled, drafts, draft_ms = self._sample(shares, batch, hidden_TD)
+        sampled, drafts, draft_ms = self._sample(shares, batch, hidden_TD, begin)
         results = []
         for chunk, share in zip(step.chunks, shares, strict=True):
             prompt = prompt_logprobs.get(share.row)
@@ -86,7 +88,8 @@ class Runner:
             proposed = drafts.get(share.row, [])
             results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
         ms = (time.perf_counter() - begin) * 1e3
-        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms)
+        num_tokens = sum(share.num_tokens for share in shares)
+        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms, num_tokens)
 
     def watch(self, watch: Watch) -> None:
         """Let each step and the calls it is made of be timed: `watch(name, call)` takes the place of each."""
@@ -105,10 +108,9 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every row."""
-        for row in range(self._limits.max_rows):
+        for row in self.rows.clear():
             self._sampler.remove(row)
             self._drafting.forget(row)
-        self.rows.clear()
         self._prompt_logprobs.clear()
 
     def replace_store(self, store: KVStore) -> None:
@@ -125,6 +127,7 @@ class Runner:
                 self._prompt_logprobs.pop(row, None)
         for new in step.new_rows:
             row = self.rows.add(new)
+            self._drafting.start(row, new)
             self._sampler.add(row, new.params, new.seed, new.eos_ids, new.token_ids, new.num_prompt)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[row] = new.params.prompt_logprobs
@@ -153,7 +156,7 @@ class Runner:
         return self.dispatcher.dispatch(sum(share.num_tokens for share in shares), len(shares), uniform=is_uniform)
 
     def _sample(
-        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor
+        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, began_s: float
     ) -> tuple[dict[int, tuple[list[int], list[TokenLogprobs] | None]], dict[int, list[int]], float]:
         """Verify and sample, move the rows on, and propose drafts: what each sampling row got, and its next drafts."""
         rows = self.rows
@@ -171,6 +174,7 @@ class Runner:
             if share.samples:
                 rows.append(share.row, sampled[share.row][0])
         begin = time.perf_counter()
+        self._drafting.observe(shares, [sampled[s.row][0] for s in sampling], (begin - began_s) * 1e3)
         row_ids = [s.row for s in sampling]
         proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
         return sampled, proposed, (time.perf_counter() - begin) * 1e3
