@@ -10,7 +10,7 @@ from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
 from lab.contracts.quant import LinearSpec, ParamSpec, Quant
 from lab.contracts.sink import RunInfo, Sink
-from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.contracts.spec import Draft, DraftCache, Proposer, ProposeView, StepView, Target
 from lab.contracts.workload import ModelFacts, WorkItem, Workload
 from lab.errors import UserError, nearest
 from lab.registry import entries as plugins
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionSpec",
     "Capabilities",
     "Draft",
+    "DraftCache",
     "DraftLength",
     "LinearSpec",
     "ModelFacts",
@@ -37,6 +38,8 @@ __all__ = [
     "Request",
     "RunInfo",
     "Sink",
+    "StepView",
+    "Target",
     "UserError",
     "Verified",
     "WorkItem",
