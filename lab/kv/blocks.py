@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from lab.kv.prefix import BlockHasher, Key
 from lab.types import Request
 
-_NO_IDS: list[int] = []  # what nearly every row gets in nearly every step: one list for all, never written to
+NO_IDS: list[int] = []  # what nearly every row gets in nearly every step: one list for all, never written to
 
 
 class Block:
@@ -99,8 +99,16 @@ class BlockManager:
         return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """The most blocks that a request of up to so many tokens holds at a time."""
         return -(-num_tokens // self.block_size)
+
+    def wanted(self, num_tokens: int, block_ids: list[int]) -> int:
+        """How many blocks beside those of its table a request may take until so many of its tokens are computed."""
+        return self.blocks_for(num_tokens) - len(block_ids)
+
+    def tokens_in(self, block_ids: list[int]) -> int:
+        """How many tokens a table of full blocks stands for."""
+        return len(block_ids) * self.block_size
 
     def match(self, request: Request) -> list[int]:
         """The blocks of the longest cached prefix of the request's tokens; nothing is taken or counted yet.
@@ -112,13 +120,7 @@ class BlockManager:
         limit = (len(request.token_ids) - 1) // self.block_size
         if not self.enable_prefix_caching:
             limit = min(limit, request.num_prompt // self.block_size)
-        found: list[int] = []
-        for digest in self._digests(request, limit)[:limit]:
-            block = self._cached.get(digest)
-            if block is None:
-                break
-            found.append(block.id)
-        return found
+        return self._find(self._digests(request, limit)[:limit])
 
     def num_free_without(self, block_ids: list[int]) -> int:
         """How many blocks would be free once these have been taken."""
@@ -131,16 +133,13 @@ class BlockManager:
         The caller has made sure that enough are free (`num_free_without`).
         """
         assert not request.block_ids, f"request {request.id} has blocks already"
-        for block_id in hit_ids:
-            block = self._blocks[block_id]
-            if block.num_refs == 0:
-                self._unlink(block)
-            block.num_refs += 1
+        self._share(request, hit_ids)
+        num_hit = self.tokens_in(hit_ids)
         request.block_ids = list(hit_ids)
-        request.num_registered = len(hit_ids)
+        request.num_registered = num_hit // self.block_size
         if self.enable_prefix_caching and request.params.prompt_logprobs is None and request.num_preemptions == 0:
             self.stats.queries += request.num_prompt
-            self.stats.hits += len(hit_ids) * self.block_size
+            self.stats.hits += num_hit
         new_ids = self.extend(request, num_tokens)
         assert new_ids is not None, f"request {request.id} was admitted without room for it"
 
@@ -151,24 +150,11 @@ class BlockManager:
         """
         num_new = -(-num_tokens // self.block_size) - len(request.block_ids)
         if num_new <= 0:
-            return _NO_IDS
+            return NO_IDS
         if num_new > self.num_free:
             return None
-        new_ids = []
-        block = self._free.next
-        for _ in range(num_new):
-            if block.digest is not None:
-                del self._cached[block.digest]
-                block.digest = None
-            block.num_refs = 1
-            new_ids.append(block.id)
-            block = block.next
-        self._free.next, block.prev = block, self._free  # the whole run leaves the list at once
-        self.num_free -= num_new
+        new_ids = self._take(num_new)
         request.block_ids += new_ids
-        used = self.num_blocks - self.num_free
-        if used > self.peak_used:
-            self.peak_used = used
         return new_ids
 
     def register(self, request: Request) -> None:
@@ -183,22 +169,13 @@ class BlockManager:
             return
         if not self.enable_prefix_caching:
             num_full = min(num_full, request.num_prompt // self.block_size)
-        digests = self._digests(request, num_full)
-        for i in range(request.num_registered, num_full):
-            if digests[i] not in self._cached:
-                block = self._blocks[request.block_ids[i]]
-                self._cached[digests[i]] = block
-                block.digest = digests[i]
-        request.num_registered = max(num_full, request.num_registered)
+        if num_full > request.num_registered:
+            self._enter(request, self._digests(request, num_full), num_full)
+            request.num_registered = num_full
 
     def free(self, request: Request) -> None:
         """Take the request's blocks back. What is cached in them can be hit until they are reused."""
-        for block_id in reversed(request.block_ids):
-            block = self._blocks[block_id]
-            block.num_refs -= 1
-            if block.num_refs == 0:
-                self._link_before(self._free.next if block.digest is None else self._free, block)
-                self.num_free += 1
+        self._put_back(request.block_ids)
         request.block_ids = []
         request.num_registered = 0
 
@@ -235,10 +212,68 @@ class BlockManager:
         if requests is not None:
             num_refs = [0] * self.num_blocks
             for request in requests:
-                assert len(set(request.block_ids)) == len(request.block_ids), f"request {request.id} has a block twice"
-                for block_id in request.block_ids:
+                held = self._held(request)
+                assert len(set(held)) == len(held), f"request {request.id} has a block twice"
+                for block_id in held:
                     num_refs[block_id] += 1
             assert num_refs == [block.num_refs for block in self._blocks], "reference counts and block tables differ"
+
+    def _find(self, digests: list[bytes]) -> list[int]:
+        """The table of the longest prefix of blocks with these digests that is cached."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            found.append(block.id)
+        return found
+
+    def _share(self, request: Request, hit_ids: list[int]) -> None:
+        """One more reference to each of the blocks that `match` found, which may be free."""
+        for block_id in hit_ids:
+            block = self._blocks[block_id]
+            if block.num_refs == 0:
+                self._unlink(block)
+            block.num_refs += 1
+
+    def _take(self, num_new: int) -> list[int]:
+        """The ids of so many blocks from the free list, which has them; what is cached in them is forgotten."""
+        new_ids = []
+        block = self._free.next
+        for _ in range(num_new):
+            if block.digest is not None:
+                del self._cached[block.digest]
+                block.digest = None
+            block.num_refs = 1
+            new_ids.append(block.id)
+            block = block.next
+        self._free.next, block.prev = block, self._free  # the whole run leaves the list at once
+        self.num_free -= num_new
+        used = self.num_blocks - self.num_free
+        if used > self.peak_used:
+            self.peak_used = used
+        return new_ids
+
+    def _put_back(self, block_ids: list[int]) -> None:
+        """One reference less to each of these blocks, the last one first."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            block.num_refs -= 1
+            if block.num_refs == 0:
+                self._link_before(self._free.next if block.digest is None else self._free, block)
+                self.num_free += 1
+
+    def _enter(self, request: Request, digests: list[bytes], num_full: int) -> None:
+        """Put the request's blocks from `num_registered` on, up to `num_full`, into the lookup table."""
+        for i in range(request.num_registered, num_full):
+            if digests[i] not in self._cached:
+                block = self._blocks[request.block_ids[i]]
+                self._cached[digests[i]] = block
+                block.digest = digests[i]
+
+    def _held(self, request: Request) -> list[int]:
+        """The blocks that the request has a reference to."""
+        return request.block_ids
 
     def _shares(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.fork_group is not None
