@@ -59,7 +59,7 @@ class GroupedBlockManager(BlockManager):
             return NO_IDS
         if num_new > self.num_free:
             return None
-        new_ids = self._take(num_new)
+        new_ids = self.take(num_new)
         request.block_ids += new_ids
         return new_ids
 
@@ -103,7 +103,7 @@ class GroupedBlockManager(BlockManager):
             first = self._first_kept(need, next_position)
             if first > kept_from[kind]:
                 entries = [i * width + group for i in range(kept_from[kind], first) for group in groups]
-                self._put_back([table[entry] for entry in entries])
+                self.put_back([table[entry] for entry in entries])
                 for entry in entries:
                     table[entry] = NO_BLOCK
                 kept_from[kind] = first
@@ -126,7 +126,9 @@ class GroupedBlockManager(BlockManager):
         """Blocks of the longest prefix after which groups of one kind find all that they need."""
         cached = self._cached
         if isinstance(need, Full):
-            return next((i for i, d in enumerate(digests) if not all(d + suffix in cached for suffix in suffixes)), len(digests))
+            return next(
+                (i for i, d in enumerate(digests) if not all(d + suffix in cached for suffix in suffixes)), len(digests)
+            )
         i = length = len(digests)
         while i > self._first_kept(need, length * self.block_size):
             i -= 1
@@ -134,8 +136,9 @@ class GroupedBlockManager(BlockManager):
                 length = i
         return length
 
-    def _share(self, request: Request, hit_ids: list[int]) -> None:
-        super()._share(request, [i for i in hit_ids if i != NO_BLOCK])
+    def _begin(self, request: Request, hit_ids: list[int]) -> None:
+        self.share([i for i in hit_ids if i != NO_BLOCK])
+        request.block_ids = list(hit_ids)
         num_hit = self.tokens_in(hit_ids)
         request.kept_from = [self._first_kept(need, num_hit) for need, _ in self._kinds]
 
@@ -143,11 +146,9 @@ class GroupedBlockManager(BlockManager):
         width = len(self.needs)
         for i in range(request.num_registered, num_full):
             for group, suffix in enumerate(self._suffixes):
-                block_id, key = request.block_ids[i * width + group], digests[i] + suffix
+                block_id = request.block_ids[i * width + group]
                 assert block_id != NO_BLOCK, f"request {request.id}: block {i} of group {group} was given back unregistered"
-                if key not in self._cached:
-                    self._cached[key] = self._blocks[block_id]
-                    self._blocks[block_id].digest = key
+                self.enter(digests[i] + suffix, block_id)
 
     def _held(self, request: Request) -> list[int]:
         return [i for i in request.block_ids if i != NO_BLOCK]
