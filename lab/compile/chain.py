@@ -56,8 +56,8 @@ class Chain:
 
     def run(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         """hidden_TD of a step with the caches that the chain was made for."""
-        slots_T, plans = step.batch.slots_T, step.plans
-        given = [slots_T if name == "slots" else getattr(plans[layer], name) for name, layer in self._names]
+        batches, plans = step.batches, step.plans
+        given = [batches[layer].slots_T if name == "slots" else getattr(plans[layer], name) for name, layer in self._names]
         return self._run(self._address, [input_ids_T, positions_T, *given], len(input_ids_T))[0]
 
     def _register(self, name: str, call: AttentionCall, backend: int) -> int:
