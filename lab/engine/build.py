@@ -112,12 +112,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={
-            "load": load_s,
-            "compile": compiled.seconds,
-            "warmup": warmup_s,
-            "total": time.perf_counter() - begin,
-        },
+        startup_s={"load": load_s, "compile": compiled.seconds, "warmup": warmup_s, "total": time.perf_counter() - begin},
         compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)

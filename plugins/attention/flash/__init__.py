@@ -116,7 +116,5 @@ class Flash(Attention):
     def operators(self) -> Any:
         return self._kernels.operators() if isinstance(self._kernels, CpuKernels) else None
 
-    def attend_lse(
-        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor, lse_TN: torch.Tensor
-    ) -> None:
+    def attend_lse(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> None:
         self._kernels.attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)
