@@ -209,6 +209,16 @@ def check_lse(entry: Entry, options: Any) -> None:
         compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
 
 
+def check_operators(entry: Entry, options: Any) -> None:
+    """If the work comes down to operators on the CPU: called one after another, they give what `write` and `attend` give."""
+    case = Case(((40, 1), (0, 19), (17, 20), (255, 2)), head_dim=_dim(entry), num_padding=3)
+    cpu = torch.device("cpu")
+    if cpu not in devices_of(entry) or make_backend(entry, options, spec_of(case, cpu)).operators() is None:
+        raise NotDeclared("no operators on the CPU")
+    for dtype in dtypes_of(entry):
+        compare(entry, options, replace(case, dtype=dtype), by_operators=True)
+
+
 def check_layout_is_shared(entry: Entry, options: Any) -> None:
     """If a layout is named: lab's own plugins of that layout find in the cache what this one writes there."""
     layout = entry.capabilities.kv_layout

@@ -18,6 +18,7 @@ BUILT_IN = [entry for entry in registry.entries("attention") if entry.source == 
 USABLE = [entry for entry in BUILT_IN if not unusable(entry)]
 OF_PACKAGES = {"fa", "flashinfer"}  # adapters of packages for CUDA: tests/attention/test_adapters.py
 Eager = registry.get("attention", "eager").load()
+Flash = registry.get("attention", "flash").load()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
@@ -117,6 +118,13 @@ class LogsumexpUnscaled(Eager):
         lse_TN /= torch.tensor(2.0).log()
 
 
+class OperatorsBeforeTheirKeys(Flash):
+    """Attends before the step's own keys are written."""
+
+    def operators(self):
+        return super().operators()[::-1]
+
+
 class OtherOrderOfSlots(Eager):
     """Right by itself, but not the layout that it names."""
 
@@ -165,6 +173,7 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     (OtherOrderOfSlots, "check_layout_is_shared", "kv_layout=2PBKH: eager does not find in the cache what was written"),
     (NewPlanForReuse, "check_plan_reuse", "returned another plan"),
     (LogsumexpUnscaled, "check_lse", "row 0: the logsumexp is off by"),
+    (OperatorsBeforeTheirKeys, "check_operators", "it holds NaN: a slot that nobody wrote was read"),
 ]
 
 
