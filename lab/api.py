@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from lab import native
 from lab.capabilities import API_VERSION, Capabilities, common
-from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.attention import Attention, AttentionSpec, OperatorCall
+from lab.contracts.draft_length import DraftLength, Verified
 from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
 from lab.contracts.quant import LinearSpec, ParamSpec, Quant
@@ -24,9 +25,11 @@ __all__ = [
     "Capabilities",
     "Draft",
     "DraftCache",
+    "DraftLength",
     "LinearSpec",
     "ModelFacts",
     "Moe",
+    "OperatorCall",
     "ParamSpec",
     "Policy",
     "ProposeView",
@@ -38,6 +41,7 @@ __all__ = [
     "StepView",
     "Target",
     "UserError",
+    "Verified",
     "WorkItem",
     "Workload",
     "common",

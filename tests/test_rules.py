@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "sample": LEAVES | {"sample"},
     "model": LEAVES | {"registry", "model"},
     "compile": LEAVES | {"model", "compile"},
-    "runner": LEAVES | {"registry", "kv", "model", "sample", "compile", "runner"},
+    "runner": LEAVES | {"api", "registry", "kv", "model", "sample", "compile", "runner"},
     "metrics": LEAVES | {"api", "registry", "model", "metrics"},
     "engine": LEAVES | {"registry", "config", "kv", "sched", "model", "sample", "compile", "runner", "metrics", "engine"},
     "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},

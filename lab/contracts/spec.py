@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lab.model.config import ModelConfig
     from lab.model.layers.attention import AttentionLayer
     from lab.runner.batch import Batch
+    from lab.types import NewRow
 
 
 class Target(Protocol):
@@ -104,7 +105,8 @@ class ProposeView:
     """What a proposer sees after a step's verification: the rows that sampled and may take drafts.
 
     tokens_RC are the host rows of token history (capacity C wide, only the first lengths_R entries are tokens);
-    limits_R is the largest number of drafts each row may get (context and length limits).
+    limits_R is the largest number of drafts each row may get: by context and length limits, by the run's draft length and the
+    request's own. A row's limit may be 0 in one step and more in the next.
 
     A proposer that draws its drafts draws them by the request's own uniforms: then they do not depend on the rows beside it.
     """
@@ -126,7 +128,10 @@ class Draft:
 
 
 class Proposer(ABC):
-    """Proposes draft tokens for the next step."""
+    """Proposes draft tokens for the next step.
+
+    `start` and `end` say whose text a row holds. One that looks at nothing but the view needs neither.
+    """
 
     kind: ClassVar[str]
     name: ClassVar[str]
@@ -143,6 +148,12 @@ class Proposer(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+    def start(self, row: int, request: "NewRow") -> None:  # noqa: B027 - most have nothing to note
+        """A request begins in this row, or resumes there after a preemption with the output that it has."""
+
+    def end(self, row: int, tokens: "np.ndarray") -> None:  # noqa: B027 - most have nothing to forget
+        """The row's request is gone: it ended, or was preempted. `tokens` are its prompt and output, a view of the row."""
 
     def bind(self, target: Target) -> None:
         """Take the target, and load what is needed for it. Raises UserError when they do not fit."""

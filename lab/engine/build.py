@@ -17,12 +17,13 @@ from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
+from lab.engine.kv_cache import block_manager, draft_layers, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
-from lab.kv.blocks import BlockManager
 from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
@@ -32,7 +33,6 @@ from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
-from lab.runner.draft_cache import scratch_blocks
 from lab.runner.runner import Limits, Runner
 from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
@@ -47,12 +47,12 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     """See `Engine.build`."""
     begin = time.perf_counter()
     registry.discover()
-    device = _device(settings)
+    device = choose_device(settings)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
     folder = resolve_model(settings.model.path)
     config = read_config(folder)
-    dtype = _dtype(settings.model.dtype, config, device)
+    dtype = choose_dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
@@ -72,7 +72,6 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         moe=moe,
         max_model_len=max_model_len,
     )
-    limits = _limits(settings, config, max_model_len)
     load_another = partial(
         load_model,
         dtype=dtype,
@@ -82,12 +81,19 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         moe=moe,
         max_model_len=max_model_len,
     )
-    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, limits.max_rows, max_model_len, load_another))
+    max_rows = settings.scheduler.max_num_seqs
+    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, max_rows, max_model_len, load_another))
     model.aux_layers = tuple(proposer.aux_layers)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
-    draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
+    backends, grouping = group(backends, settings.cache, max_model_len)
+    own = _draft_backends(settings, proposer, dtype, device, chosen)
+    drafts = draft_layers(own, grouping, proposer.num_drafts, max_rows)
+    make_store = partial(KVStore, backends, scales=scales, place_of=grouping.place_of, drafts=drafts)
+    block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(own)
+
+    limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
         model,
@@ -98,18 +104,20 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         max_rows=limits.max_rows,
         max_tokens=limits.max_tokens,
         num_drafts=proposer.num_drafts,
+        group_of=grouping.group_of,
     )
     warm_begin = time.perf_counter()
-    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
-    make_store = partial(KVStore, backends, scales=scales, draft_backends=draft_backends, num_scratch=num_scratch)
-    block_bytes = bytes_per_block([*backends, *draft_backends])
-    runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, limits, device)
-    num_blocks = runner.store.num_blocks
-    _report_cache(num_blocks, settings.cache, max_model_len)
+    draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
-    scheduler = _scheduler(settings, chosen, num_blocks, kv_dtype, max_model_len, proposer)
+    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer.num_drafts, proposer.lookahead)
+    report_cache(blocks, grouping, max_model_len)
+    policy = chosen["policy"].make()
+    scheduler = Scheduler(
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
+    )
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -123,33 +131,10 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         kv_bytes_per_token=block_bytes // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={
-            "load": load_s,
-            "compile": compiled.seconds,
-            "warmup": warmup_s,
-            "total": time.perf_counter() - begin,
-        },
+        startup_s={"load": load_s, "compile": compiled.seconds, "warmup": warmup_s, "total": time.perf_counter() - begin},
         compile=_compile_facts(compiled, runner),
     )
-    return Engine(settings, scheduler, scheduler.blocks, executor, facts, clock)
-
-
-def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], num_blocks: int, kv_dtype: str, max_model_len: int, proposer: Proposer
-) -> Scheduler:
-    """The scheduler with its block manager."""
-    blocks = BlockManager(
-        num_blocks,
-        settings.cache.block_size,
-        enable_prefix_caching=settings.cache.enable_prefix_caching,
-        hash_algo=settings.cache.hash_algo,
-        extra_keys=(kv_dtype, settings.cache.scales),
-        lookahead=proposer.lookahead,
-    )
-    policy = chosen["policy"].make()
-    return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
-    )
+    return Engine(settings, scheduler, blocks, executor, facts, clock)
 
 
 def _warm_runner(
@@ -159,12 +144,13 @@ def _warm_runner(
     make_store: Callable[[int], KVStore],
     block_bytes: int,
     proposer: Proposer,
+    draft_length: DraftLength,
     limits: Limits,
     device: torch.device,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
     trial_store = make_store(_profile_blocks(settings, limits))
-    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
+    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device, draft_length)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
@@ -197,6 +183,7 @@ def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, s
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
         "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
+        "draft_length": resolve("draft_length", settings.draft_length, Needs()),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 
@@ -318,21 +305,25 @@ def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
     return [*traced, TracedPlugin(plain.name, "", plain.load())]
 
 
-def _limits(settings: Settings, config: ModelConfig, max_model_len: int) -> Limits:
-    scheduler = settings.scheduler
+def _limits(settings: Settings, config: ModelConfig, max_model_len: int, num_groups: int) -> Limits:
     return Limits(
-        scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size, scheduler.max_num_batched_tokens
+        settings.scheduler.max_num_seqs,
+        max_model_len,
+        settings.cache.block_size,
+        config.vocab_size,
+        settings.scheduler.max_num_batched_tokens,
+        num_groups,
     )
 
 
-def _device(settings: Settings) -> torch.device:
+def choose_device(settings: Settings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name) if name == "cpu" else torch.device(name, torch.cuda.current_device())
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's own, but float32 for float16 on the CPU, which computes it slowly."""
     if name == "auto":
         name = config.torch_dtype
@@ -360,7 +351,7 @@ def _profile_blocks(settings: Settings, limits: Limits) -> int:
     """Blocks that the profiling step writes to; none when the pool's size is given and nothing is profiled."""
     if settings.cache.num_blocks is not None or settings.cache.memory_bytes is not None:
         return 1
-    return -(-settings.scheduler.max_num_batched_tokens // limits.block_size) + limits.max_rows
+    return (-(-settings.scheduler.max_num_batched_tokens // limits.block_size) + limits.max_rows) * limits.num_groups
 
 
 def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
@@ -373,7 +364,7 @@ def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
     new_rows, chunks, next_block = [], [], 0
     for index, length in enumerate(lengths):
-        num_blocks = -(-length // limits.block_size)
+        num_blocks = -(-length // limits.block_size) * limits.num_groups
         block_ids = list(range(next_block, next_block + num_blocks))
         next_block += num_blocks
         request_id = f"profile-{index}"
@@ -381,13 +372,3 @@ def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
         chunks.append(Chunk(request_id, 0, length, 0, True, [], []))
     runner.execute(Step(-1, new_rows, chunks, [], sum(lengths), 0))
     runner.execute(Step(-1, [], [], [row.request_id for row in new_rows], 0, 0))
-
-
-def _report_cache(num_blocks: int, cache: CacheSettings, max_model_len: int) -> None:
-    num_tokens = num_blocks * cache.block_size
-    log.info(
-        "KV cache: %s tokens, maximum concurrency for %s tokens: %.2f",
-        f"{num_tokens:,}",
-        f"{max_model_len:,}",
-        num_tokens / max_model_len,
-    )

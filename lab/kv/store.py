@@ -1,12 +1,28 @@
-"""The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for."""
+"""The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for.
+
+With several KV groups, layers of different groups lie in one tensor (`lab.kv.groups`).
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.memory import huge_empty
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayers:
+    """The attention layers of a proposer of drafts. Their caches have `num_scratch` blocks more than the pool, of which a row
+    has `scratch_each`; they go by the block tables of KV group `group`.
+    """
+
+    backends: list[Attention]
+    num_scratch: int
+    scratch_each: int
+    group: int = 0
 
 
 class KVStore:
@@ -20,17 +36,20 @@ class KVStore:
         backends: list[Attention],
         num_blocks: int,
         scales: Sequence[torch.Tensor] = (),
-        draft_backends: Sequence[Attention] = (),
-        num_scratch: int = 0,
+        place_of: Sequence[int] | None = None,
+        drafts: "DraftLayers | None" = None,
     ) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `draft_backends`: of a proposer's own layers,
-        whose caches have `num_scratch` more blocks than the pool.
-        """
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping."""
         self.num_blocks = num_blocks
-        self.draft_backends = list(draft_backends)
-        self.draft_layers = [_zeros(b.kv_shape(num_blocks + num_scratch, b.spec.block_size), b.spec) for b in draft_backends]
-        self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
+        self.drafts = drafts or DraftLayers([], 0, 0)
+        self.draft_layers = [
+            _zeros(b.kv_shape(num_blocks + self.drafts.num_scratch, b.spec.block_size), b.spec) for b in self.drafts.backends
+        ]
+        places = first_of_places(backends, place_of)
+        tensors = {place: _zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for place, b in places.items()}
+        self.layers = [tensors[place] for place in (range(len(backends)) if place_of is None else place_of)]
         if scales:
+            assert len(places) == len(backends), "layers that share a tensor cannot have fixed scales in it"
             for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):
                 backend.set_scales(kv, scales_2K)
 
@@ -43,9 +62,16 @@ def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
     return huge_empty(math.prod(shape) * spec.kv_dtype.itemsize).view(spec.kv_dtype).view(shape)
 
 
-def bytes_per_block(backends: list[Attention]) -> int:
-    """Bytes that one more block takes over all layers, with what the backends' layouts add to keys and values."""
-    return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in backends)
+def first_of_places(backends: list[Attention], place_of: Sequence[int] | None) -> dict[int, Attention]:
+    """The first layer's backend of each tensor of the pool; None: every layer has its own."""
+    if place_of is None:
+        return dict(enumerate(backends))
+    return {place: backends[place_of.index(place)] for place in sorted(set(place_of))}
+
+
+def bytes_per_block(backends: list[Attention], place_of: Sequence[int] | None = None) -> int:
+    """Bytes that one more block takes over all tensors, with what the backends' layouts add to keys and values."""
+    return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in first_of_places(backends, place_of).values())
 
 
 def _bytes(backend: Attention, num_blocks: int) -> int:

@@ -9,10 +9,12 @@ from torch import nn
 
 from lab.compile.dispatch import BatchKey, Dispatcher
 from lab.compile.graphs import Forward
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.buffers import InputBuffers
+from lab.runner.draft_cache import RowsDraftCache
 from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
 from lab.sample.sampler import SampleOutput, Sampler
@@ -30,6 +32,7 @@ class Limits:
     block_size: int
     vocab_size: int
     max_tokens: int  # of one step
+    num_groups: int = 1  # KV groups
 
 
 class Runner:
@@ -44,6 +47,7 @@ class Runner:
         proposer: Proposer,
         limits: Limits,
         device: torch.device,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -52,16 +56,17 @@ class Runner:
         self.device = device
         self._limits = limits
         capacity = limits.max_model_len + proposer.num_drafts + 1
-        self.rows = Rows(limits.max_rows, capacity, limits.block_size)
+        self.rows = Rows(limits.max_rows, capacity, limits.block_size, limits.num_groups)
         buffers = None
         if device.type != "cpu":
             num_tokens = max(limits.max_tokens, *(key.num_tokens for key in dispatcher.keys), 0)
-            buffers = InputBuffers(num_tokens, limits.max_rows, self.rows.blocks_RM.shape[1], device)
+            most_blocks = self.rows.blocks_RM.shape[1]
+            buffers = InputBuffers(num_tokens, limits.max_rows, most_blocks, device, limits.num_groups)
         self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
-        self._drafting = Drafting(proposer, self.rows, limits.vocab_size, self._sampler)
-        self._drafting.attach(store, limits.block_size, limits.max_model_len, device)
+        self._drafting = Drafting(proposer, self.rows, limits.vocab_size, draft_length, self._sampler)
+        self._attach_drafts()
         self._end_R = np.full(limits.max_rows, limits.max_model_len, np.int64)  # length at which each row ends
 
     @torch.inference_mode()
@@ -77,7 +82,10 @@ class Runner:
         hidden_TD, aux_ATD = self.model.split(self.forward.run(key, batch, self.store.layers))
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
         sampled = self._sample(shares, batch, hidden_TD)
-        drafts, draft_ms = self._draft(shares, batch, hidden_TD, aux_ATD)
+        sampled_s = time.perf_counter()
+        self._drafting.show(shares, batch, hidden_TD, aux_ATD)
+        drafts = self._draft(shares, sampled, (sampled_s - begin) * 1e3)
+        draft_ms = (time.perf_counter() - sampled_s) * 1e3
         results = []
         for chunk, share in zip(step.chunks, shares, strict=True):
             prompt = prompt_logprobs.get(share.row)
@@ -88,7 +96,8 @@ class Runner:
             proposed = drafts.get(share.row, [])
             results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
         ms = (time.perf_counter() - begin) * 1e3
-        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms)
+        num_tokens = sum(share.num_tokens for share in shares)
+        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms, num_tokens)
 
     def watch(self, watch: Watch) -> None:
         """Let each step and the calls it is made of be timed: `watch(name, call)` takes the place of each."""
@@ -100,7 +109,7 @@ class Runner:
             (self.model, "greedy", "lm_head"),
             (self._sampler, "run", "sample"),
             (self._sampler, "run_greedy", "take greedy"),
-            (self._drafting, "observe", "observe"),
+            (self._drafting, "show", "show drafter"),
             (self._drafting, "propose", "propose"),
         ):
             setattr(owner, method, watch(name, getattr(owner, method)))
@@ -108,17 +117,22 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every row."""
-        for row in range(self._limits.max_rows):
+        for row in self.rows.clear():
             self._sampler.remove(row)
             self._drafting.forget(row)
-        self.rows.clear()
         self._prompt_logprobs.clear()
 
     def replace_store(self, store: KVStore) -> None:
         """Take another KV pool; only while no row is live."""
         assert len(self.rows) == 0, "rows still point into the old pool"
         self.store = store
-        self._drafting.attach(store, self._limits.block_size, self._limits.max_model_len, self.device)
+        self._attach_drafts()
+
+    def _attach_drafts(self) -> None:
+        """Give a proposer with layers of its own their part of the pool."""
+        if self.store.draft_layers:
+            limits = self._limits
+            self._drafting.attach(RowsDraftCache(self.rows, self.store, limits.block_size, limits.max_model_len, self.device))
 
     def _apply_rows(self, step: Step) -> None:
         for request_id in step.freed:
@@ -129,6 +143,7 @@ class Runner:
                 self._prompt_logprobs.pop(row, None)
         for new in step.new_rows:
             row = self.rows.add(new)
+            self._drafting.start(row, new)
             self._sampler.add(row, new.params, new.seed, new.eos_ids, new.token_ids, new.num_prompt)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[row] = new.params.prompt_logprobs
@@ -177,15 +192,12 @@ class Runner:
         return sampled
 
     def _draft(
-        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None
-    ) -> tuple[dict[int, list[int]], float]:
-        """The drafts of each sampling row for its next step, and how many ms they took."""
-        begin = time.perf_counter()
-        if self._drafting.observes:
-            self._drafting.observe(shares, batch, hidden_TD, aux_ATD)
+        self, shares: list[Share], sampled: dict[int, tuple[list[int], list[TokenLogprobs] | None]], ms: float
+    ) -> dict[int, list[int]]:
+        """The drafts of each sampling row for its next step; `ms` is what the step has taken without them."""
         row_ids = [share.row for share in shares if share.samples]
-        proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
-        return proposed, (time.perf_counter() - begin) * 1e3
+        self._drafting.observe(shares, [sampled[row][0] for row in row_ids], ms)
+        return self._drafting.propose(row_ids, self._end_R[row_ids])
 
     def _choose(self, sampling: list[Share], hidden_LD: torch.Tensor) -> SampleOutput:
         """The tokens of the sampling rows. The logits are computed only where more than their largest is wanted."""

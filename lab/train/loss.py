@@ -71,7 +71,7 @@ class _TowardsTarget(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The loss of a batch; of each unrolled step where a guess was asked for and, unless it learns, where it was right (RL)."""
+    """The loss of a batch; for each unrolled step where a guess was asked for, and (unless it learns) was right: RL."""
 
     loss: torch.Tensor
     right: list[torch.Tensor]

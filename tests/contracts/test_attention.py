@@ -9,7 +9,7 @@ import torch
 from lab import registry
 from lab.checks import CheckFailed, NotDeclared
 from lab.checks import attention as checks
-from lab.checks.attention import Case
+from lab.checks.attention_trial import Case, Trial
 from lab.cli.machine import unusable
 
 registry.discover()
@@ -18,6 +18,7 @@ BUILT_IN = [entry for entry in registry.entries("attention") if entry.source == 
 USABLE = [entry for entry in BUILT_IN if not unusable(entry)]
 OF_PACKAGES = {"fa", "flashinfer"}  # adapters of packages for CUDA: tests/attention/test_adapters.py
 Eager = registry.get("attention", "eager").load()
+Flash = registry.get("attention", "flash").load()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
@@ -117,6 +118,13 @@ class LogsumexpUnscaled(Eager):
         lse_TN /= torch.tensor(2.0).log()
 
 
+class OperatorsBeforeTheirKeys(Flash):
+    """Attends before the step's own keys are written."""
+
+    def operators(self):
+        return super().operators()[::-1]
+
+
 class OtherOrderOfSlots(Eager):
     """Right by itself, but not the layout that it names."""
 
@@ -165,6 +173,7 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     (OtherOrderOfSlots, "check_layout_is_shared", "kv_layout=2PBKH: eager does not find in the cache what was written"),
     (NewPlanForReuse, "check_plan_reuse", "returned another plan"),
     (LogsumexpUnscaled, "check_lse", "row 0: the logsumexp is off by"),
+    (OperatorsBeforeTheirKeys, "check_operators", "it holds NaN: a slot that nobody wrote was read"),
 ]
 
 
@@ -184,7 +193,7 @@ def test_a_subtle_layout_is_right_by_itself():
 
 def test_the_definition_agrees_with_torch():
     """The oracle itself, against torch's own attention on one row."""
-    trial = checks._Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
+    trial = Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
     found = trial._definition(trial.q_TNH, 0)
     q, k, v = (x.double().transpose(0, 1)[None] for x in (trial.q_TNH, trial.keys[0], trial.values[0]))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)

@@ -30,6 +30,7 @@ def generate(folder, *overrides, attention="eager", spec=None, prompts=PROMPTS, 
         "cache.num_blocks=400",
         "debug.check_integrity=true",
         "num_threads=1",
+        "draft_length=fixed",  # with a proposer, drafts are verified whether they pay or not
     ]
     with LLM(str(folder), attention=attention, spec=spec, overrides=[*base, *overrides]) as llm:
         for _ in range(times):

@@ -101,6 +101,7 @@ def test_drawn_drafts_leave_the_distribution_alone(tmp_path, sampling_proposer, 
     """The first verified token of many seeds, with and without drafts: one distribution by a two-sample chi-square."""
     folder = rigs.mix(tmp_path / "mix")
     overrides = ["model.dtype=float32", "model.max_model_len=64", "cache.num_blocks=2000", "num_threads=1"]
+    overrides += ["draft_length=fixed"]
     overrides += [f"scheduler.async_scheduling={async_scheduling}", "compile.mode=none"]
     prompt = {"prompt_token_ids": [3, 1, 4, 1, 5]}
     params = [SamplingParams(temperature=0.5, top_k=6, max_tokens=3, seed=seed, ignore_eos=True) for seed in range(1500)]
