@@ -62,27 +62,11 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
     log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
-    model = load_model(
-        folder,
-        config,
-        dtype=dtype,
-        device=device,
-        load_format=settings.model.load_format,
-        quant=quant,
-        moe=moe,
-        max_model_len=max_model_len,
-    )
-    load_another = partial(
-        load_model,
-        dtype=dtype,
-        device=device,
-        load_format="auto",
-        quant=model.build.plain,
-        moe=moe,
-        max_model_len=max_model_len,
-    )
+    load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
+    model = load(folder, config, load_format=settings.model.load_format, quant=quant)
+    load_plain = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, max_rows, max_model_len, load_another))
+    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, max_rows, max_model_len, load_plain))
     model.aux_layers = tuple(proposer.aux_layers)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
@@ -114,10 +98,9 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     kv_dtype = _name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer.num_drafts, proposer.lookahead)
     report_cache(blocks, grouping, max_model_len)
-    policy = chosen["policy"].make()
-    scheduler = Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
-    )
+    policy, num_drafts = chosen["policy"].make(), proposer.num_drafts
+    sizes = {"max_model_len": max_model_len, "num_drafts": num_drafts}
+    scheduler = Scheduler(settings.scheduler, blocks, policy, debug=settings.debug, **sizes)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
