@@ -37,7 +37,7 @@ class Flash(Attention):
     @dataclass(frozen=True)
     class Options:
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
-        cascade: int | str = "auto"  # attend once to keys that rows share: auto, never, or from so many tokens on
+        cascade: int | str = "auto"  # attend once to keys that rows share: auto (where it pays), never, or from so many on
         isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
 
     libraries = {LIBRARY: SOURCES}
@@ -113,7 +113,5 @@ class Flash(Attention):
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)
 
-    def attend_lse(
-        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor, lse_TN: torch.Tensor
-    ) -> None:
+    def attend_lse(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> None:
         self._kernels.attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)

@@ -10,9 +10,10 @@ import torch
 
 from lab.api import AttentionSpec, UserError, dataclass, native
 
+from .cascade import least_shared
+
 LIBRARY = "lab_flash"
 SOURCES = sorted((Path(__file__).parent / "cpu").glob("*.cpp"))
-CASCADE = {"auto": -1, "never": 0}  # what the words mean in cpu/plan.h
 
 
 @dataclass(slots=True)
@@ -33,9 +34,10 @@ class CpuKernels:
         ops = torch.ops.lab_flash
         self._plan, self.write = ops.plan.default, ops.write.default
         self._attend, self._attend_lse = ops.attend.default, ops.attend_lse.default
+        self.num_kv_heads = spec.num_kv_heads
         shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
-        self._how = (*shape, *scores, options.num_splits, CASCADE.get(options.cascade, options.cascade), _index_of(options.isa))
+        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), _index_of(options.isa))
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
         starts, contexts = torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu)
