@@ -33,7 +33,7 @@ class CpuKernels:
         self._plan, self._attend, self.write = ops.plan.default, ops.attend.default, ops.write.default
         shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
-        self._how = (*shape, *scores, options.num_splits, _index_of(options.isa))
+        self._how = (*shape, *scores, options.num_splits, _index_of(options.isa), spec.batch_invariant)
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
         work = self._plan(torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu), *self._how)

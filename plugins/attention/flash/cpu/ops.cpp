@@ -198,6 +198,7 @@ int64_t tokens_of_an_item(const std::vector<Row>& rows, int64_t kv_heads, int64_
 int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (8 + lanes); }
 
 constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
+constexpr int64_t kInvariantPiece = 512;  // of a batch-invariant step, where a piece may not depend on what else there is
 constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
 
 // A plan is one buffer of 32 bit words: this, the items, a counter for each split row and KV head, the partials.
@@ -214,11 +215,12 @@ struct Plan {
 // Cuts a step into items, the dearest first, and returns the plan.
 //
 // A row's tokens go in pieces; a piece's keys are split when there are too few pieces for the threads, or into `num_splits`.
+// `batch_invariant`: each token is an item of its own, cut where its position says, so that it gets the same bits in any step.
 Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int64_t group, int64_t dim, double scale,
-            double softcap, int64_t window, int64_t num_splits, int64_t isa) {
+            double softcap, int64_t window, int64_t num_splits, int64_t isa, bool batch_invariant) {
   const int64_t threads = at::get_num_threads();
   const std::vector<Row> rows = rows_of(q_start, ctx_len, window);
-  const int64_t tokens = tokens_of_an_item(rows, kv_heads, group, threads);
+  const int64_t tokens = batch_invariant ? 1 : tokens_of_an_item(rows, kv_heads, group, threads);
   int64_t total = 0;
   for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
   const int64_t share = std::max<int64_t>(total / (4 * threads), 1);
@@ -230,7 +232,7 @@ Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int6
       const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
       const int64_t position = row.position + done;
       const int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0, last = position + count;
-      int64_t piece = std::max<int64_t>(2 * kPiece, share / (8 + lanes));
+      int64_t piece = batch_invariant ? kInvariantPiece : std::max<int64_t>(2 * kPiece, share / (8 + lanes));
       if (num_splits > 0) piece = (last - first + num_splits - 1) / num_splits;
       piece = std::max<int64_t>(kPiece, (piece + kPiece - 1) / kPiece * kPiece);
       const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
@@ -303,6 +305,6 @@ DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
   m.def("plan(Tensor q_start, Tensor ctx_len, int kv_heads, int group, int dim, float scale, float softcap, int window,"
-        " int num_splits, int isa) -> Tensor", flash::plan);
+        " int num_splits, int isa, bool batch_invariant) -> Tensor", flash::plan);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
 }
