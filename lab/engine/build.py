@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
-    common = {"device": device.type, "dtype": _name(dtype)}
+    common = {"device": device.type, "dtype": _name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
     quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
     if device.type == "cpu":
@@ -68,6 +69,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         quant=quant,
         moe=moe,
         max_model_len=max_model_len,
+        batch_invariant=settings.debug.batch_invariant,
     )
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
@@ -160,18 +162,23 @@ def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
     )
 
 
-def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, str]) -> dict[str, Resolved]:
+def _asked_of_all(settings: Settings) -> frozenset[str]:
+    """Features that every plugin in the way of a token must have."""
+    return frozenset({"batch_invariant"} if settings.debug.batch_invariant else ())
+
+
+def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, Any]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
-        "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
+        "spec": resolve("spec", settings.spec, Needs(device=common["device"], features=common["features"])),
         "draft_length": resolve("draft_length", settings.draft_length, Needs()),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 
 
-def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
+def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, Any]) -> dict[str, Sequence[Path]]:
     """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
     likely = resolve("attention", settings.attention, Needs(**common))
     libraries = {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
@@ -213,6 +220,7 @@ def _backends(
             sliding_window=layer.sliding_window,
             softcap=layer.softcap,
             kv_scales=kv_scales(settings.cache),
+            batch_invariant=settings.debug.batch_invariant,
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -244,6 +252,8 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("token_head_scales")
     if drafts:
         features.add("spec_verify")
+    if spec.batch_invariant:
+        features.add("batch_invariant")
     return Needs(
         device=spec.device.type,
         dtype=_name(spec.dtype),

@@ -29,13 +29,14 @@ class Build:
     plain: Quant
     fused: Formulas
     max_model_len: int
+    batch_invariant: bool = False
 
     def linear(
         self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False, gated: bool = False
     ) -> Linear:
         """A linear layer known as `name`, whose parts have these checkpoint names and rows."""
         rows = sum(size for _, size in parts)
-        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated)
+        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated, self.batch_invariant)
         return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
 
     def norm(self, name: str, size: int) -> RMSNorm:
@@ -143,7 +144,7 @@ class Decoder(nn.Module):
         self.norm = build.norm("model.norm", config.hidden_size)
         self.rope = Rope(config.rope, build.max_model_len, build.device, build.fused)
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.fused = build.fused
+        self.fused, self.batch_invariant = build.fused, build.batch_invariant
         self.lm_head = build.linear("lm_head", config.hidden_size, ((head, config.vocab_size),))
 
     @property

@@ -46,7 +46,7 @@ class Flash(Attention):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
         head_dims=set(range(8, 257, 8)),
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "lse"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "lse", "batch_invariant"},
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
