@@ -27,6 +27,7 @@ EXAMPLES = {  # a value that each setting takes and that is not its default
     "cache.dtype": "int8",
     "cache.scales": "token_head",
     "cache.enable_prefix_caching": False,
+    "cache.free_behind_window": False,
     "cache.hash_algo": "sha256",
     "scheduler.max_num_batched_tokens": 64,
     "scheduler.max_num_seqs": 3,

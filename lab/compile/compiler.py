@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from lab.compile.artifacts import Entry, key_of, open_or_make
+from lab.compile.executable import Executable
 from lab.compile.pieces import Graph, split_at_attention, unsplit, with_graph
-from lab.compile.program import Executable, Program, named_weights
+from lab.compile.program import Program, named_weights
 from lab.compile.units import INDUCTOR_SETTINGS, WORK, compile_piece, inductor_session, load_units, write_units
 from lab.model.config import ModelConfig
 from lab.native import find_compiler

@@ -7,7 +7,7 @@ is the text of the wrapper, so it does what Inductor meant; a wrapper with anyth
 
 import ast
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Register:
 
 @dataclass(slots=True)
 class Step:
-    """One call of a Tape's method: `reads` and `writes` are the registers concerned."""
+    """One call of a Tape's method, or of call_tape: `reads` and `writes` are the registers concerned."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -67,35 +67,57 @@ class TapeUnit:
 
     def __init__(self, translation: Translation) -> None:
         self._parameters = translation.parameters
-        self._tape = torch.classes.lab_tape.Tape(translation.num_registers)
-        for step in translation.steps:
-            getattr(self._tape, step.method)(*step.arguments, step.dropped)
+        self._tape = made_of(translation.steps, translation.num_registers)
         self._outputs = translation.outputs
 
-    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> "TapeRun":
         """As Unit.bind has it."""
         source = dict(values)
         tokens = self._parameters.index(None)
         inputs = [position for position in source if position != tokens]
         weights = [position for position in range(len(template)) if position not in source]
-        tape = torch.classes.lab_tape.BoundTape(
+        bound = torch.classes.lab_tape.BoundTape(
             self._tape,
             [self._parameters[position] for position in weights],
             [template[position] for position in weights],
             [self._parameters[position] for position in inputs],
             self._outputs,
         )
-        return _run_on(tape, [source[position] for position in inputs], source[tokens])
+        return TapeRun(bound, [source[position] for position in inputs], source[tokens])
 
 
-def _run_on(tape: Any, inputs: list[int], tokens: int) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    run, address = torch.ops.lab_tape.run.default, tape.address()
+class TapeRun:
+    """Runs a bound tape on the registers of a program."""
 
-    def run_piece(registers: list[Any]) -> Sequence[torch.Tensor]:
-        return run(address, [registers[at] for at in inputs], registers[tokens])
+    __slots__ = ("_address", "_run", "_tokens", "bound", "inputs")
 
-    run_piece.tape = tape  # lives as long as its address is in use
-    return run_piece
+    def __init__(self, bound: Any, inputs: list[int], tokens: int) -> None:
+        self.bound = bound  # lives as long as its address is in use
+        self.inputs = inputs
+        self._tokens = tokens
+        self._run, self._address = torch.ops.lab_tape.run.default, bound.address()
+
+    def __call__(self, registers: list[Any]) -> Sequence[torch.Tensor]:
+        return self._run(self._address, [registers[at] for at in self.inputs], registers[self._tokens])
+
+
+def made_of(steps: Sequence[Step], num_registers: int) -> Any:
+    """The Tape of these steps."""
+    tape = torch.classes.lab_tape.Tape(num_registers)
+    for step in steps:
+        if step.method == "call_tape":
+            torch.ops.lab_tape.call_tape(tape, *step.arguments, step.dropped)
+        else:
+            getattr(tape, step.method)(*step.arguments, step.dropped)
+    return tape
+
+
+def drop_unneeded(steps: Sequence[Step], kept: set[int]) -> None:
+    """Tell each step which registers nothing behind it needs; `kept` are those that are needed at the end."""
+    needed = set(kept)
+    for step in reversed(steps):
+        step.dropped = sorted((step.reads | step.writes) - needed)
+        needed |= step.reads | step.writes
 
 
 def load() -> None:
@@ -148,7 +170,7 @@ class _Translator:
                     raise Untranslatable(ast.unparse(statement))
         if outputs is None or self._parameters.count(None) != 1:
             raise Untranslatable("no result, or not one token count")
-        self._drop(set(outputs))
+        drop_unneeded(self._steps, set(outputs))
         return Translation(self._steps, self._num_registers, self._parameters, outputs)
 
     def _take_parameters(self, names: list[str]) -> None:
@@ -281,12 +303,6 @@ class _Translator:
             else:
                 raise Untranslatable(f"{value!r} as an argument")
         return flat, reads
-
-    def _drop(self, kept: set[int]) -> None:
-        """Tell each step which registers nothing behind it needs."""
-        for step in reversed(self._steps):
-            step.dropped = sorted((step.reads | step.writes) - kept)
-            kept |= step.reads | step.writes
 
 
 def _fitted(parameter: Any, value: Any, path: str) -> Any:

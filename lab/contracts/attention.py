@@ -32,6 +32,15 @@ class AttentionSpec:
     kv_scales: Literal["none", "token_head", "head"] = "none"  # of a quantized kv_dtype (float8_e4m3fn, int8): see Attention
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator of torch.ops that returns nothing, and its arguments by name: q, k, v, out, slots, kv, or a field of the
+    plan that holds a tensor."""
+
+    operator: "torch._ops.OpOverload"
+    arguments: tuple[str, ...]
+
+
 class Attention(ABC):
     """Paged attention over a cache whose layout is the plugin's own.
 
@@ -88,6 +97,12 @@ class Attention(ABC):
 
         Writes into out_TNH. The outputs of padding tokens must be finite.
         """
+
+    def operators(self) -> Sequence[OperatorCall] | None:
+        """What `write` and then `attend` do on the CPU, if it is no more than calls of operators: a compiled step then runs
+        them without Python. None: it is more.
+        """
+        return None
 
     def attend_lse(
         self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor", lse_TN: "torch.Tensor"

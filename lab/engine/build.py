@@ -19,9 +19,10 @@ from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
+from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
-from lab.kv.blocks import BlockManager
+from lab.kv.groups import Grouping
 from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
@@ -71,8 +72,9 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
     scales = _fixed_scales(settings.cache, ranges, model, config)
+    backends, grouping = group(backends, settings.cache, max_model_len)
 
-    limits = _limits(settings, config, max_model_len)
+    limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
         model,
@@ -83,16 +85,20 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         max_rows=limits.max_rows,
         max_tokens=limits.max_tokens,
         num_drafts=proposer.num_drafts,
+        group_of=grouping.group_of,
     )
     warm_begin = time.perf_counter()
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
-    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, draft_length, limits, device)
-    num_blocks = runner.store.num_blocks
-    _report_cache(num_blocks, settings.cache, max_model_len)
+    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, draft_length, limits, device, grouping)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
-    scheduler = _scheduler(settings, chosen, num_blocks, kv_dtype, max_model_len, proposer.num_drafts)
+    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer.num_drafts)
+    report_cache(blocks, grouping, max_model_len)
+    policy = chosen["policy"].make()
+    scheduler = Scheduler(
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
+    )
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -106,32 +112,10 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={
-            "load": load_s,
-            "compile": compiled.seconds,
-            "warmup": warmup_s,
-            "total": time.perf_counter() - begin,
-        },
+        startup_s={"load": load_s, "compile": compiled.seconds, "warmup": warmup_s, "total": time.perf_counter() - begin},
         compile=_compile_facts(compiled, runner),
     )
-    return Engine(settings, scheduler, scheduler.blocks, executor, facts, clock)
-
-
-def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], num_blocks: int, kv_dtype: str, max_model_len: int, num_drafts: int
-) -> Scheduler:
-    """The scheduler with its block manager."""
-    blocks = BlockManager(
-        num_blocks,
-        settings.cache.block_size,
-        enable_prefix_caching=settings.cache.enable_prefix_caching,
-        hash_algo=settings.cache.hash_algo,
-        extra_keys=(kv_dtype, settings.cache.scales),
-    )
-    policy = chosen["policy"].make()
-    return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
-    )
+    return Engine(settings, scheduler, blocks, executor, facts, clock)
 
 
 def _warm_runner(
@@ -144,19 +128,21 @@ def _warm_runner(
     draft_length: DraftLength,
     limits: Limits,
     device: torch.device,
+    grouping: Grouping,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
-    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales)
+    places = grouping.place_of
+    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales, places)
     runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device, draft_length)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block(backends),
+        bytes_per_block(backends, places),
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
     )
-    runner.replace_store(KVStore(backends, num_blocks, scales))
+    runner.replace_store(KVStore(backends, num_blocks, scales, places))
     if graphs is not None:
         graphs.capture(runner.store.layers)
         runner.forward = graphs
@@ -276,10 +262,14 @@ def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
     return [*traced, TracedPlugin(plain.name, "", plain.load())]
 
 
-def _limits(settings: Settings, config: ModelConfig, max_model_len: int) -> Limits:
-    scheduler = settings.scheduler
+def _limits(settings: Settings, config: ModelConfig, max_model_len: int, num_groups: int) -> Limits:
     return Limits(
-        scheduler.max_num_seqs, max_model_len, settings.cache.block_size, config.vocab_size, scheduler.max_num_batched_tokens
+        settings.scheduler.max_num_seqs,
+        max_model_len,
+        settings.cache.block_size,
+        config.vocab_size,
+        settings.scheduler.max_num_batched_tokens,
+        num_groups,
     )
 
 
@@ -318,7 +308,7 @@ def _profile_blocks(settings: Settings, limits: Limits) -> int:
     """Blocks that the profiling step writes to; none when the pool's size is given and nothing is profiled."""
     if settings.cache.num_blocks is not None or settings.cache.memory_bytes is not None:
         return 1
-    return -(-settings.scheduler.max_num_batched_tokens // limits.block_size) + limits.max_rows
+    return (-(-settings.scheduler.max_num_batched_tokens // limits.block_size) + limits.max_rows) * limits.num_groups
 
 
 def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
@@ -331,7 +321,7 @@ def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
     new_rows, chunks, next_block = [], [], 0
     for index, length in enumerate(lengths):
-        num_blocks = -(-length // limits.block_size)
+        num_blocks = -(-length // limits.block_size) * limits.num_groups
         block_ids = list(range(next_block, next_block + num_blocks))
         next_block += num_blocks
         request_id = f"profile-{index}"
@@ -339,13 +329,3 @@ def _profile(runner: Runner, settings: Settings, limits: Limits) -> None:
         chunks.append(Chunk(request_id, 0, length, 0, True, [], []))
     runner.execute(Step(-1, new_rows, chunks, [], sum(lengths), 0))
     runner.execute(Step(-1, [], [], [row.request_id for row in new_rows], 0, 0))
-
-
-def _report_cache(num_blocks: int, cache: CacheSettings, max_model_len: int) -> None:
-    num_tokens = num_blocks * cache.block_size
-    log.info(
-        "KV cache: %s tokens, maximum concurrency for %s tokens: %.2f",
-        f"{num_tokens:,}",
-        f"{max_model_len:,}",
-        num_tokens / max_model_len,
-    )

@@ -1,4 +1,7 @@
-"""The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for."""
+"""The KV tensors, one per attention layer, in the layout that the layer's attention plugin asks for.
+
+With several KV groups, layers of different groups lie in one tensor (`lab.kv.groups`).
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +18,20 @@ class KVStore:
     The tensors are zero-filled: memory nobody wrote is read (and masked away) by some backends, so it must be finite.
     """
 
-    def __init__(self, backends: list[Attention], num_blocks: int, scales: Sequence[torch.Tensor] = ()) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones."""
+    def __init__(
+        self,
+        backends: list[Attention],
+        num_blocks: int,
+        scales: Sequence[torch.Tensor] = (),
+        place_of: Sequence[int] | None = None,
+    ) -> None:
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping."""
         self.num_blocks = num_blocks
-        self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
+        places = first_of_places(backends, place_of)
+        tensors = {place: _zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for place, b in places.items()}
+        self.layers = [tensors[place] for place in (range(len(backends)) if place_of is None else place_of)]
         if scales:
+            assert len(places) == len(backends), "layers that share a tensor cannot have fixed scales in it"
             for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):
                 backend.set_scales(kv, scales_2K)
 
@@ -32,9 +44,16 @@ def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
     return huge_empty(math.prod(shape) * spec.kv_dtype.itemsize).view(spec.kv_dtype).view(shape)
 
 
-def bytes_per_block(backends: list[Attention]) -> int:
-    """Bytes that one more block takes over all layers, with what the backends' layouts add to keys and values."""
-    return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in backends)
+def first_of_places(backends: list[Attention], place_of: Sequence[int] | None) -> dict[int, Attention]:
+    """The first layer's backend of each tensor of the pool; None: every layer has its own."""
+    if place_of is None:
+        return dict(enumerate(backends))
+    return {place: backends[place_of.index(place)] for place in sorted(set(place_of))}
+
+
+def bytes_per_block(backends: list[Attention], place_of: Sequence[int] | None = None) -> int:
+    """Bytes that one more block takes over all tensors, with what the backends' layouts add to keys and values."""
+    return sum(_bytes(backend, 2) - _bytes(backend, 1) for backend in first_of_places(backends, place_of).values())
 
 
 def _bytes(backend: Attention, num_blocks: int) -> int:

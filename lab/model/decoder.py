@@ -126,7 +126,13 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Tokens of all rows lie one after another; rows are told apart by the attention layers alone."""
+    """The model. Tokens of all rows lie one after another; rows are told apart by the attention layers alone.
+
+    `aux_layers` are layers whose inputs (the residual path) are asked for beside the result, by a proposer of drafts that
+    works on them; layer number num_layers stands for what enters the final norm.
+    """
+
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -145,12 +151,23 @@ class Decoder(nn.Module):
         return [layer.self_attention.attention for layer in self.layers]
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD after the final norm; the forward context of the step must be open."""
+        """hidden_TD after the final norm, or all that `split` takes apart; the step's forward context must be open."""
         cos, sin = self.rope(positions_T)
         hidden_TD, delta_TD = self.embed(input_ids_T), None
-        for layer in self.layers:
+        aux = {}
+        for index, layer in enumerate(self.layers):
+            if index in self.aux_layers:
+                aux[index] = hidden_TD if delta_TD is None else hidden_TD + delta_TD
             hidden_TD, delta_TD = layer(hidden_TD, delta_TD, cos, sin)
-        return self.norm.of_sum(hidden_TD, delta_TD)[0]
+        normed_TD, hidden_TD = self.norm.of_sum(hidden_TD, delta_TD)
+        if not self.aux_layers:
+            return normed_TD
+        aux[len(self.layers)] = hidden_TD
+        return torch.stack([normed_TD, *(aux[index] for index in self.aux_layers)])
+
+    def split(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `forward` gave, as hidden_TD and aux_ATD in the order of `aux_layers`, None when there are none."""
+        return (output[0], output[1:]) if self.aux_layers else (output, None)
 
     def logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """logits_LV in float32."""

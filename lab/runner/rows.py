@@ -9,12 +9,13 @@ class Rows:
     """Token history, block tables and progress, one row for each running request. A row keeps its place while it lives.
 
     tokens_RC holds prompt and output; drafts for the next step stand right after them, so that one gather serves both.
+    tables holds a block table blocks_RM for each KV group; where a group keeps nothing its entry is of any block.
     The host arrays are the truth; `Batch` tensors are copies made for one step.
     """
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int = 1) -> None:
         self.tokens_RC = np.zeros((max_rows, max_len), np.int32)
-        self.blocks_RM = np.zeros((max_rows, -(-max_len // block_size)), np.int32)
+        self.tables = [np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups)]
         self.lengths_R = np.zeros(max_rows, np.int64)  # known tokens, drafts not counted
         self.num_computed_R = np.zeros(max_rows, np.int64)
         self.num_prompt_R = np.zeros(max_rows, np.int64)
@@ -28,6 +29,11 @@ class Rows:
 
     def __getitem__(self, request_id: str) -> int:
         return self._row_of[request_id]
+
+    @property
+    def blocks_RM(self) -> np.ndarray:
+        """The block table of the first group, which with one group is all there is."""
+        return self.tables[0]
 
     def add(self, new: NewRow) -> int:
         """Give a request a row and fill it."""
@@ -83,6 +89,9 @@ class Rows:
         self.num_drafts_R[row] = 0
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        have = self._num_blocks[row]
-        self.blocks_RM[row, have : have + len(block_ids)] = block_ids
-        self._num_blocks[row] = have + len(block_ids)
+        """`block_ids`: those of all groups side by side."""
+        have, width = self._num_blocks[row], len(self.tables)
+        end = have + len(block_ids) // width
+        for group, blocks_RM in enumerate(self.tables):
+            blocks_RM[row, have:end] = block_ids if width == 1 else np.maximum(block_ids[group::width], 0)
+        self._num_blocks[row] = end

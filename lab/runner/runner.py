@@ -31,6 +31,7 @@ class Limits:
     block_size: int
     vocab_size: int
     max_tokens: int  # of one step
+    num_groups: int = 1  # KV groups
 
 
 class Runner:
@@ -54,11 +55,12 @@ class Runner:
         self.device = device
         self._limits = limits
         capacity = limits.max_model_len + proposer.num_drafts + 1
-        self.rows = Rows(limits.max_rows, capacity, limits.block_size)
+        self.rows = Rows(limits.max_rows, capacity, limits.block_size, limits.num_groups)
         buffers = None
         if device.type != "cpu":
             num_tokens = max(limits.max_tokens, *(key.num_tokens for key in dispatcher.keys), 0)
-            buffers = InputBuffers(num_tokens, limits.max_rows, self.rows.blocks_RM.shape[1], device)
+            most_blocks = self.rows.blocks_RM.shape[1]
+            buffers = InputBuffers(num_tokens, limits.max_rows, most_blocks, device, limits.num_groups)
         self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives

@@ -11,7 +11,7 @@ import torch
 
 from lab import registry
 from lab.api import Attention
-from lab.checks.attention import TOLERANCE, Case, _spec, _Trial
+from lab.checks.attention_trial import TOLERANCE, Case, Trial, spec_of
 from plugins.attention._quantized import quantize, scales_of
 from plugins.attention.flash import Flash
 from plugins.attention.flash.cuda import CudaKernels, Plan
@@ -35,9 +35,9 @@ class Interpreted(Flash):
 
 def compare(case: Case, num_splits: int = 1, reuse_of: Case | None = None) -> Plan:
     """Hold the kernels against the definition, in a shuffled pool whose unused slots are NaN. Returns the plan of the case."""
-    backend = Interpreted(Flash.Options(num_splits=num_splits), _spec(case, CPU))
-    reuse = backend.plan(_Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
-    trial = _Trial(case, CPU, seed=0)
+    backend = Interpreted(Flash.Options(num_splits=num_splits), spec_of(case, CPU))
+    reuse = backend.plan(Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
+    trial = Trial(case, CPU, seed=0)
     trial.run(backend, reuse)
     return reuse or backend.plan(trial.batch)
 
@@ -120,7 +120,7 @@ def test_quantized_caches(kv_dtype, kv_scales, dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_what_is_stored_is_what_the_reference_stores(kv_dtype):
     x = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-4, 5)[:, None, None]
-    spec = replace(_spec(Case((), num_kv_heads=2), CPU), kv_dtype=kv_dtype, kv_scales="token_head")
+    spec = replace(spec_of(Case((), num_kv_heads=2), CPU), kv_dtype=kv_dtype, kv_scales="token_head")
     backend = Interpreted(Flash.Options(), spec)
     kv = torch.zeros(backend.kv_shape(1, 16), dtype=kv_dtype)
     backend.write(x, x.flip(0), kv, torch.arange(9))
@@ -142,8 +142,8 @@ def test_a_plan_serves_every_batch_of_its_shape():
 def test_the_same_as_the_reference(dtype):
     case = Case(MIXED, dtype=dtype)
     outputs = []
-    for backend in (Interpreted(Flash.Options(num_splits=2), _spec(case, CPU)), eager(case)):
-        trial = _Trial(case, CPU, seed=3)
+    for backend in (Interpreted(Flash.Options(num_splits=2), spec_of(case, CPU)), eager(case)):
+        trial = Trial(case, CPU, seed=3)
         kv = torch.zeros(backend.kv_shape(trial.num_blocks, case.block_size), dtype=dtype)
         blocks = torch.arange(trial.num_blocks)
         content = torch.randn(len(blocks), 16, 2, 2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -155,14 +155,14 @@ def test_the_same_as_the_reference(dtype):
 
 
 def eager(case):
-    return registry.get("attention", "eager").load()(None, _spec(case, CPU))
+    return registry.get("attention", "eager").load()(None, spec_of(case, CPU))
 
 
 def test_strided_queries_keys_and_values():
     """The model gives slices of one projection."""
     case = Case(MIXED, num_heads=6, num_kv_heads=2, head_dim=32)
-    trial = _Trial(case, CPU, seed=0)
-    backend = Interpreted(Flash.Options(num_splits=2), _spec(case, CPU))
+    trial = Trial(case, CPU, seed=0)
+    backend = Interpreted(Flash.Options(num_splits=2), spec_of(case, CPU))
     fused = torch.randn(trial.batch.num_tokens, 10, 32, generator=torch.Generator().manual_seed(1))
     parts = fused[:, :6], fused[:, 6:8], fused[:, 8:]
     outputs = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab import registry
-from lab.checks.attention import Case, _spec, _Trial
+from lab.checks.attention_trial import Case, Trial, spec_of
 from plugins.attention.flash import cuda
 from plugins.attention.flash.configs import Gpu
 from tests.attention.compiling import Launch, Recorder
@@ -30,9 +30,9 @@ def launches_of(case: Case, gpu: Gpu, monkeypatch, num_splits: int = 0) -> list[
     """What writing and attending launches for the case."""
     recorder = Recorder(cuda.kernels)
     monkeypatch.setattr(cuda, "kernels", recorder)
-    spec = _spec(case, CPU)
+    spec = spec_of(case, CPU)
     backend = cuda.CudaKernels(OPTIONS(num_splits=num_splits), spec, gpu)
-    batch = _Trial(case, CPU, seed=0).batch
+    batch = Trial(case, CPU, seed=0).batch
     q = torch.empty(batch.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype)
     k = torch.empty(batch.num_tokens, case.num_kv_heads, case.head_dim, dtype=case.dtype)
     shape = case.num_kv_heads, 2, case.block_size, case.head_dim

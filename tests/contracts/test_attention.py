@@ -9,7 +9,7 @@ import torch
 from lab import registry
 from lab.checks import CheckFailed, NotDeclared
 from lab.checks import attention as checks
-from lab.checks.attention import Case
+from lab.checks.attention_trial import Case, Trial
 from lab.cli.machine import unusable
 
 registry.discover()
@@ -184,7 +184,7 @@ def test_a_subtle_layout_is_right_by_itself():
 
 def test_the_definition_agrees_with_torch():
     """The oracle itself, against torch's own attention on one row."""
-    trial = checks._Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
+    trial = Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
     found = trial._definition(trial.q_TNH, 0)
     q, k, v = (x.double().transpose(0, 1)[None] for x in (trial.q_TNH, trial.keys[0], trial.values[0]))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)

@@ -42,7 +42,7 @@ class Session:
         self.model = model
         backends = [DenseBackend(layer) for layer in model.attention_layers]
         nothing = [None] * len(backends)
-        self.context = ForwardContext(SimpleNamespace(slots_T=None), backends, nothing, nothing)
+        self.context = ForwardContext([SimpleNamespace(slots_T=None)] * len(backends), backends, nothing, nothing)
         self.position = 0
 
     def feed(self, token_ids) -> torch.Tensor:

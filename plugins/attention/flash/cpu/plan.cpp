@@ -1,0 +1,223 @@
+// Cuts a step into work items.
+
+#include "plan.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "prefixes.h"
+
+namespace flash {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
+constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
+constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
+
+// What one more part of a lane's result costs: it is written, read and added.
+constexpr int64_t kPartCost = 64;
+
+// What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
+constexpr int64_t kReadCost = 8;
+int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (kReadCost + lanes); }
+
+// Where a row's queries and keys are.
+struct Row {
+  int32_t q_first, q_count, position;
+  int32_t key_first, key_last;  // keys that it attends to by itself
+  int32_t shared_splits;        // parts of the keys before them, which it attends to with other rows
+  int32_t shared_at;            // where its tokens are among the shared ones
+};
+
+std::vector<Row> rows_of(const Tensor& q_start, const Tensor& ctx_len, int64_t window) {
+  const int32_t *start = q_start.const_data_ptr<int32_t>(), *ctx = ctx_len.const_data_ptr<int32_t>();
+  std::vector<Row> rows(ctx_len.numel());
+  for (size_t r = 0; r < rows.size(); r++) {
+    const int32_t count = start[r + 1] - start[r], position = ctx[r] - count;
+    const int32_t first = window ? std::max<int32_t>(0, position - int32_t(window) + 1) : 0;
+    rows[r] = {start[r], count, position, first, ctx[r], 0, 0};
+  }
+  return rows;
+}
+
+class Planner {
+ public:
+  std::vector<Item> items;
+  std::vector<SharedToken> shared;
+  int32_t num_partials = 0, num_counters = 0;
+
+  Planner(std::vector<Row> of_the_step, int64_t kv_heads, int64_t group, int64_t window, int64_t num_splits)
+      : rows(std::move(of_the_step)), kv_heads(kv_heads), group(group), window(window), num_splits(num_splits) {}
+
+  // Only whole blocks are shared, and of keys that all queries of a row see: nothing of them is masked.
+  void find_prefixes(const Tensor& blocks, int64_t block_size, int64_t cascade) {
+    std::vector<int32_t> limits(rows.size());
+    for (size_t r = 0; r < rows.size(); r++) {
+      const bool sees_all = rows[r].q_count > 0 && (!window || rows[r].key_last <= window);
+      limits[r] = sees_all ? rows[r].position / block_size : 0;
+    }
+    const auto pays = [&](const int32_t* some, int64_t count, int64_t keys) {
+      if (cascade != kCascadeAuto) return keys >= cascade;
+      int64_t lanes = 0;
+      for (int64_t i = 0; i < count; i++) lanes += rows[some[i]].q_count * group;
+      return (count - 1) * keys * kReadCost > lanes * kPartCost;
+    };
+    prefixes = flash::find_prefixes(limits, blocks.const_data_ptr<int32_t>(), blocks.stride(0), block_size, pays);
+    for (const Prefix& prefix : prefixes.found) {
+      for (int32_t i = prefix.first; i < prefix.last; i++) rows[prefixes.order[i]].key_first = prefix.key_last;
+    }
+  }
+
+  void make_items(int64_t threads) {
+    tokens = tokens_of_an_item(threads);
+    share = std::max<int64_t>(total_cost() / (4 * threads), 1);
+    for (Prefix& prefix : prefixes.found) count_splits(prefix);
+    for (int32_t r : prefixes.order) {
+      if (rows[r].shared_splits == 0) continue;
+      rows[r].shared_at = shared.size();
+      shared.resize(shared.size() + rows[r].q_count);
+    }
+    for (size_t r = 0; r < rows.size(); r++) add_row(r);
+    for (const Prefix& prefix : prefixes.found) add_prefix(prefix);
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  }
+
+ private:
+  std::vector<Row> rows;
+  const int64_t kv_heads, group, window, num_splits;
+  Prefixes prefixes;
+  int64_t tokens = 1, share = 1;
+
+  // Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
+  int64_t tokens_of_an_item(int64_t threads) const {
+    for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
+      const int64_t tokens = std::max<int64_t>(1, lanes / group);
+      int64_t items = 0;
+      for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
+      if (items >= 4 * threads) return tokens;
+    }
+    return std::max<int64_t>(1, kFewLanes / group);
+  }
+
+  int64_t total_cost() const {
+    int64_t total = 0;
+    for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
+    for (const Prefix& prefix : prefixes.found) {
+      total += kv_heads * cost_of(prefix.key_last - prefix.key_first, tokens_of(prefix) * group);
+    }
+    return total;
+  }
+
+  int64_t tokens_of(const Prefix& prefix) const {
+    int64_t count = 0;
+    for (int32_t i = prefix.first; i < prefix.last; i++) count += rows[prefixes.order[i]].q_count;
+    return count;
+  }
+
+  // Keys are split when there are too few items for the threads, or as the user says.
+  int64_t piece_of(int64_t keys, int64_t lanes) const {
+    const int64_t wanted = num_splits > 0 ? (keys + num_splits - 1) / num_splits : std::max(2 * kPiece, share / (kReadCost + lanes));
+    return std::max(kPiece, (wanted + kPiece - 1) / kPiece * kPiece);
+  }
+
+  void count_splits(Prefix& prefix) {
+    const int64_t keys = prefix.key_last - prefix.key_first;
+    prefix.piece = piece_of(keys, std::min(tokens, tokens_of(prefix)) * group);
+    prefix.split_first = rows[prefixes.order[prefix.first]].shared_splits;
+    for (int32_t i = prefix.first; i < prefix.last; i++) {
+      rows[prefixes.order[i]].shared_splits += (keys + prefix.piece - 1) / prefix.piece;
+    }
+  }
+
+  void add_row(int32_t r) {
+    const Row& row = rows[r];
+    for (int32_t done = 0; done < row.q_count; done += tokens) {
+      const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
+      const int64_t position = row.position + done;
+      const int64_t first = std::max<int64_t>(row.key_first, window ? position - window + 1 : 0), last = position + count;
+      const int64_t piece = piece_of(last - first, lanes);
+      const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
+      const int64_t splits = row.shared_splits + (last - start + piece - 1) / piece;
+      for (int32_t i = 0; row.shared_splits && i < count; i++) {
+        shared[row.shared_at + done + i] = {int32_t(row.q_first + done + i), int32_t(num_partials + i * group), int32_t(lanes),
+                                            int32_t(splits), num_counters};
+      }
+      for (int64_t head = 0; head < kv_heads; head++) {
+        for (int64_t s = row.shared_splits; s < splits; s++) {
+          const int64_t at = start + (s - row.shared_splits) * piece;
+          Item item = item_of(r, head, std::max(first, at), std::min(last, at + piece), lanes);
+          item.q_first = row.q_first + done, item.q_count = count;
+          item.position = position;
+          item.split = s, item.num_splits = splits;
+          item.partial = num_partials, item.counter = num_counters;
+          items.push_back(item);
+        }
+        if (splits > 1) {
+          num_partials += splits * lanes;
+          num_counters++;
+        }
+      }
+    }
+  }
+
+  // Items of whole units, as many tokens as any item has.
+  void add_prefix(const Prefix& prefix) {
+    const Row &leader = rows[prefixes.order[prefix.first]], &last_row = rows[prefixes.order[prefix.last - 1]];
+    const int32_t end = last_row.shared_at + last_row.q_count;
+    for (int32_t first = leader.shared_at, last = first; first < end; first = last) {
+      while (last < end && (last == first || last - first + shared[last].lanes / group <= tokens)) last += shared[last].lanes / group;
+      for (int64_t head = 0; head < kv_heads; head++) {
+        int32_t split = prefix.split_first;
+        for (int64_t at = prefix.key_first; at < prefix.key_last; at += prefix.piece, split++) {
+          const int64_t to = std::min<int64_t>(prefix.key_last, at + prefix.piece);
+          Item item = item_of(prefixes.order[prefix.first], head, at, to, (last - first) * group);
+          item.q_first = first, item.q_count = last - first, item.is_shared = true;
+          item.position = to;
+          item.split = split, item.num_splits = leader.shared_splits + 1;
+          items.push_back(item);
+        }
+      }
+    }
+  }
+
+  static Item item_of(int64_t row, int64_t head, int64_t key_first, int64_t key_last, int64_t lanes) {
+    Item item{};
+    item.row = row, item.kv_head = head;
+    item.key_first = key_first, item.key_last = key_last;
+    item.cost = std::min<int64_t>(cost_of(key_last - key_first, lanes), INT32_MAX);
+    return item;
+  }
+};
+
+}  // namespace
+
+Tensor plan(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
+            int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa) {
+  const int64_t threads = at::get_num_threads(), num_rows = ctx_len.numel();
+  Planner planner(rows_of(q_start, ctx_len, window), kv_heads, group, window, num_splits);
+  if (cascade != kCascadeNever) planner.find_prefixes(blocks, block_size, cascade);
+  planner.make_items(threads);
+  const auto& [items, shared] = std::tie(planner.items, planner.shared);
+  int64_t cost = 0;
+  for (const Item& item : items) cost += item.cost;
+  const int64_t num_items = items.size(), num_shared = shared.size(), part_bytes = 4 * (padded_dim(dim) + 2);
+  const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + num_shared * sizeof(SharedToken) + 4 * planner.num_counters +
+                        planner.num_partials * part_bytes;
+  Tensor made = at::empty({bytes / 4}, at::kInt);
+  Plan& plan = *(Plan*)made.data_ptr();
+  plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, *(q_start.const_data_ptr<int32_t>() + num_rows),
+          int32_t(window), int32_t(isa), float(scale), float(softcap),
+          cost < kSerialCost ? 1 : int32_t(std::min(num_items, threads))};
+  std::copy(items.begin(), items.end(), plan.items());
+  std::copy(shared.begin(), shared.end(), plan.shared());
+  std::fill_n(plan.arrived(), planner.num_counters, 0);
+  return made;
+}
+
+}  // namespace flash
