@@ -204,9 +204,22 @@ def check_lse(entry: Entry, options: Any) -> None:
     """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
     _ask_for(entry, "lse")
     rows = ((40, 1), (0, 19), (17, 20), (255, 2))
-    window = 16 if "sliding_window" in entry.capabilities.features else None
-    for sliding_window in {None, window}:
-        compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
+    case = Case(rows, head_dim=_dim(entry), num_padding=3)
+    cases = [case, replace(case, prefixes=(((3, 0), 32),))]
+    if "sliding_window" in entry.capabilities.features:
+        cases.append(replace(case, sliding_window=16))
+    for each in cases:
+        compare(entry, options, each, lse=True)
+
+
+def check_operators(entry: Entry, options: Any) -> None:
+    """If the work comes down to operators on the CPU: called one after another, they give what `write` and `attend` give."""
+    case = Case(((40, 1), (0, 19), (17, 20), (255, 2)), head_dim=_dim(entry), num_padding=3)
+    cpu = torch.device("cpu")
+    if cpu not in devices_of(entry) or make_backend(entry, options, spec_of(case, cpu)).operators() is None:
+        raise NotDeclared("no operators on the CPU")
+    for dtype in dtypes_of(entry):
+        compare(entry, options, replace(case, dtype=dtype), by_operators=True)
 
 
 def check_layout_is_shared(entry: Entry, options: Any) -> None:

@@ -35,16 +35,21 @@ class Case:
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
 
 
-def compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False) -> None:
-    """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition."""
+def compare(
+    entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False, by_operators: bool = False
+) -> None:
+    """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition.
+
+    Operators are for the CPU alone.
+    """
     case = replace(case, block_size=max(case.block_size, entry.capabilities.block_multiple))
     if case.dtype not in dtypes_of(entry):
         case = replace(case, dtype=dtypes_of(entry)[0])
-    for device in devices_of(entry):
+    for device in [device for device in devices_of(entry) if device.type == "cpu" or not by_operators]:
         backend = make_backend(entry, options, spec_of(case, device))
         reuse = backend.plan(Trial(reuse_of, device, seed=5).batch) if reuse_of else None
         trial = Trial(case, device, seed=0)
-        trial.run(backend, reuse, lse=lse)
+        trial.run(backend, reuse, lse=lse, by_operators=by_operators)
 
 
 class Trial:
@@ -106,7 +111,7 @@ class Trial:
         builder = BatchBuilder(rows, case.block_size, self.device)
         return builder.build(shares, len(self.q_TNH), len(case.rows) + case.num_padding_rows)
 
-    def run(self, backend: Attention, reuse: Any, *, lse: bool = False) -> None:
+    def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
         case, device = self.case, self.device
         kv = self.poisoned(backend)
         before_X = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
@@ -120,12 +125,17 @@ class Trial:
         if reuse is not None and plan is not reuse:
             raise CheckFailed("plan(batch, reuse) returned another plan; a captured graph would go on reading the old one")
         out_TNH = torch.full_like(self.q_TNH, float("nan")).to(device)
-        backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
-        if lse:
-            lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
-            backend.attend_lse(self.q_TNH.to(device), kv, plan, out_TNH, lse_TN)
+        given = {"q": self.q_TNH.to(device), "k": k_TKH, "v": v_TKH, "kv": kv, "slots": self.batch.slots_T, "out": out_TNH}
+        if by_operators:
+            for call in backend.operators():
+                call.operator(*(given[name] if name in given else getattr(plan, name) for name in call.arguments))
         else:
-            backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
+            backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
+            if lse:
+                lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
+                backend.attend_lse(given["q"], kv, plan, out_TNH, lse_TN)
+            else:
+                backend.attend(given["q"], kv, plan, out_TNH)
         if case.kv_scales != "none":
             self.read_back(backend, kv)
         if lse:

@@ -37,7 +37,7 @@ class Flash(Attention):
     @dataclass(frozen=True)
     class Options:
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
-        cascade: int | str = "auto"  # attend once to keys that rows share: auto, never, or from so many tokens on
+        cascade: int | str = "auto"  # attend once to keys that rows share: auto (where it pays), never, or from so many on
         isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
 
     libraries = {LIBRARY: SOURCES}

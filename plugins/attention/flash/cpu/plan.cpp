@@ -18,14 +18,17 @@ using at::Tensor;
 
 constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
 constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
-constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
+constexpr int64_t kSerialCost = 8192;  // less than this is done before other threads wake up
 
-// What one more part of a lane's result costs: it is written, read and added.
-constexpr int64_t kPartCost = 64;
+// What a key costs an item, in nanoseconds or so: it is fetched and packed, and then the work grows with the lanes, in tiles by
+// whole vectors. Few lanes are served by dot products, and bound by memory.
+constexpr int64_t kReadCost = 8, kVector = 16;
+int64_t cost_of(int64_t keys, int64_t lanes) {
+  return keys * (lanes <= kDotLanes ? 12 + 3 * lanes : kReadCost + (lanes + kVector - 1) / kVector * kVector);
+}
 
-// What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
-constexpr int64_t kReadCost = 8;
-int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (kReadCost + lanes); }
+// What sharing a prefix costs for each of its lanes, whose result then has one part more to write, read and add, and for an item.
+constexpr int64_t kPartCost = 144, kItemCost = 400;
 
 // Where a row's queries and keys are.
 struct Row {
@@ -52,8 +55,9 @@ class Planner {
   std::vector<SharedToken> shared;
   int32_t num_partials = 0, num_counters = 0;
 
-  Planner(std::vector<Row> of_the_step, int64_t kv_heads, int64_t group, int64_t window, int64_t num_splits)
-      : rows(std::move(of_the_step)), kv_heads(kv_heads), group(group), window(window), num_splits(num_splits) {}
+  Planner(std::vector<Row> of_the_step, int64_t kv_heads, int64_t group, int64_t window, int64_t num_splits, int64_t threads)
+      : rows(std::move(of_the_step)), kv_heads(kv_heads), group(group), window(window), num_splits(num_splits),
+        threads(threads), tokens(tokens_of_an_item()) {}
 
   // Only whole blocks are shared, and of keys that all queries of a row see: nothing of them is masked.
   void find_prefixes(const Tensor& blocks, int64_t block_size, int64_t cascade) {
@@ -64,9 +68,12 @@ class Planner {
     }
     const auto pays = [&](const int32_t* some, int64_t count, int64_t keys) {
       if (cascade != kCascadeAuto) return keys >= cascade;
-      int64_t lanes = 0;
-      for (int64_t i = 0; i < count; i++) lanes += rows[some[i]].q_count * group;
-      return (count - 1) * keys * kReadCost > lanes * kPartCost;
+      int64_t sum = 0, apart = 0;
+      for (int64_t i = 0; i < count; i++) {
+        sum += rows[some[i]].q_count;
+        apart += cost_of_tokens(keys, rows[some[i]].q_count);
+      }
+      return apart > cost_of_tokens(keys, sum) + sum * group * kPartCost + kItemCost;
     };
     prefixes = flash::find_prefixes(limits, blocks.const_data_ptr<int32_t>(), blocks.stride(0), block_size, pays);
     for (const Prefix& prefix : prefixes.found) {
@@ -74,8 +81,7 @@ class Planner {
     }
   }
 
-  void make_items(int64_t threads) {
-    tokens = tokens_of_an_item(threads);
+  void make_items() {
     share = std::max<int64_t>(total_cost() / (4 * threads), 1);
     for (Prefix& prefix : prefixes.found) count_splits(prefix);
     for (int32_t r : prefixes.order) {
@@ -90,12 +96,13 @@ class Planner {
 
  private:
   std::vector<Row> rows;
-  const int64_t kv_heads, group, window, num_splits;
+  const int64_t kv_heads, group, window, num_splits, threads;
+  const int64_t tokens;  // that one item takes, at most
   Prefixes prefixes;
-  int64_t tokens = 1, share = 1;
+  int64_t share = 1;  // of the cost, for an item
 
-  // Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
-  int64_t tokens_of_an_item(int64_t threads) const {
+  // As many tokens as share a tile's packing, unless threads would go without work.
+  int64_t tokens_of_an_item() const {
     for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
       const int64_t tokens = std::max<int64_t>(1, lanes / group);
       int64_t items = 0;
@@ -105,11 +112,16 @@ class Planner {
     return std::max<int64_t>(1, kFewLanes / group);
   }
 
+  int64_t cost_of_tokens(int64_t keys, int64_t count) const {
+    const int64_t rest = count % tokens;
+    return count / tokens * cost_of(keys, tokens * group) + (rest ? cost_of(keys, rest * group) : 0);
+  }
+
   int64_t total_cost() const {
     int64_t total = 0;
-    for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
+    for (const Row& row : rows) total += kv_heads * cost_of_tokens(row.key_last - row.key_first, row.q_count);
     for (const Prefix& prefix : prefixes.found) {
-      total += kv_heads * cost_of(prefix.key_last - prefix.key_first, tokens_of(prefix) * group);
+      total += kv_heads * cost_of_tokens(prefix.key_last - prefix.key_first, tokens_of(prefix));
     }
     return total;
   }
@@ -122,7 +134,8 @@ class Planner {
 
   // Keys are split when there are too few items for the threads, or as the user says.
   int64_t piece_of(int64_t keys, int64_t lanes) const {
-    const int64_t wanted = num_splits > 0 ? (keys + num_splits - 1) / num_splits : std::max(2 * kPiece, share / (kReadCost + lanes));
+    const int64_t enough = std::max(2 * kPiece, share / cost_of(1, lanes));
+    const int64_t wanted = num_splits > 0 ? (keys + num_splits - 1) / num_splits : enough;
     return std::max(kPiece, (wanted + kPiece - 1) / kPiece * kPiece);
   }
 
@@ -200,9 +213,9 @@ class Planner {
 Tensor plan(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
             int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa) {
   const int64_t threads = at::get_num_threads(), num_rows = ctx_len.numel();
-  Planner planner(rows_of(q_start, ctx_len, window), kv_heads, group, window, num_splits);
+  Planner planner(rows_of(q_start, ctx_len, window), kv_heads, group, window, num_splits, at::get_num_threads());
   if (cascade != kCascadeNever) planner.find_prefixes(blocks, block_size, cascade);
-  planner.make_items(threads);
+  planner.make_items();
   const auto& [items, shared] = std::tie(planner.items, planner.shared);
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost;
