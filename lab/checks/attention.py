@@ -204,9 +204,12 @@ def check_lse(entry: Entry, options: Any) -> None:
     """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
     _ask_for(entry, "lse")
     rows = ((40, 1), (0, 19), (17, 20), (255, 2))
-    window = 16 if "sliding_window" in entry.capabilities.features else None
-    for sliding_window in {None, window}:
-        compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
+    case = Case(rows, head_dim=_dim(entry), num_padding=3)
+    cases = [case, replace(case, prefixes=(((3, 0), 32),))]
+    if "sliding_window" in entry.capabilities.features:
+        cases.append(replace(case, sliding_window=16))
+    for each in cases:
+        compare(entry, options, each, lse=True)
 
 
 def check_operators(entry: Entry, options: Any) -> None:
@@ -217,6 +220,30 @@ def check_operators(entry: Entry, options: Any) -> None:
         raise NotDeclared("no operators on the CPU")
     for dtype in dtypes_of(entry):
         compare(entry, options, replace(case, dtype=dtype), by_operators=True)
+
+
+def check_batch_invariance(entry: Entry, options: Any) -> None:
+    """If declared: asked to, it gives a token the same bits alone, beside any others, and in whatever chunk it comes."""
+    _ask_for(entry, "batch_invariant")
+    rows = ((0, 130), (1030, 1), (700, 17), (0, 1), (40, 3))
+    steps = [[(row, *span)] for row, span in enumerate(rows)]  # each row alone
+    steps += [[(0, first, min(7, 130 - first)), (4, 40, 3)] for first in range(0, 130, 7)]
+    steps += [[(2, 700 + i, 1), (1, 1030, 1), (0, 10 * i, 10)] for i in range(13)]
+    window = 100 if "sliding_window" in entry.capabilities.features else None
+    cases = [Case(rows, head_dim=_dim(entry), dtype=dtype, batch_invariant=True) for dtype in dtypes_of(entry)]
+    cases.append(replace(cases[0], sliding_window=window))
+    for case, device in itertools.product(cases, devices_of(entry)):
+        backend = make_backend(entry, options, spec_of(case, device))
+        trial = Trial(case, device, seed=0)
+        together_TNH = trial.outputs(backend)
+        for chunks in steps:
+            wanted_TNH, found_TNH = together_TNH[trial.places(chunks)], trial.of(chunks).outputs(backend)
+            if not torch.equal(found_TNH, wanted_TNH):
+                token = int((found_TNH != wanted_TNH).flatten(1).any(1).nonzero()[0])
+                raise CheckFailed(
+                    f"in a step of the chunks (row, tokens before, tokens) {chunks}, token {token} has other bits than in the "
+                    f"step of all rows. Case: {case}"
+                )
 
 
 def check_layout_is_shared(entry: Entry, options: Any) -> None:

@@ -1,6 +1,8 @@
 """A trial of an attention plugin: a case with random values in a poisoned pool, judged by the definition in float64."""
 
+import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +35,7 @@ class Case:
     num_padding: int = 0  # tokens with slot -1 after the last row
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
+    batch_invariant: bool = False
 
 
 def compare(
@@ -111,15 +114,49 @@ class Trial:
         builder = BatchBuilder(rows, case.block_size, self.device)
         return builder.build(shares, len(self.q_TNH), len(case.rows) + case.num_padding_rows)
 
-    def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
-        case, device = self.case, self.device
+    def of(self, chunks: Sequence[tuple[int, int, int]]) -> "Trial":
+        """A trial of some of its tokens: of each chunk the row, the tokens before it and its own tokens, of the row's step."""
+        made = copy.copy(self)
+        made.case = replace(self.case, rows=tuple((before, count) for _, before, count in chunks), num_padding=0)
+        rows = [row for row, _, _ in chunks]
+        ends = [before + count for _, before, count in chunks]
+        made.keys = [self.keys[row][:end] for row, end in zip(rows, ends, strict=True)]
+        made.values = [self.values[row][:end] for row, end in zip(rows, ends, strict=True)]
+        made.tables = [self.tables[row][: -(-end // self.case.block_size)] for row, end in zip(rows, ends, strict=True)]
+        made.q_TNH = self.q_TNH[self.places(chunks)]
+        made.batch = made._batch(max(ends))
+        return made
+
+    def places(self, chunks: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Where the tokens of these chunks stand among those of this trial."""
+        starts = np.cumsum([0, *(count for _, count in self.case.rows)])
+        firsts = [int(starts[row]) + before - self.case.rows[row][0] for row, before, _ in chunks]
+        return [first + i for first, (_, _, count) in zip(firsts, chunks, strict=True) for i in range(count)]
+
+    def outputs(self, backend: Attention) -> torch.Tensor:
+        """out_TNH, not judged."""
         kv = self.poisoned(backend)
-        before_X = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
+        self._write_contexts(backend, kv)
+        out_TNH = torch.full_like(self.q_TNH, float("nan")).to(self.device)
+        plan = backend.plan(self.batch)
+        backend.write(self._step_tokens(self.keys), self._step_tokens(self.values), kv, self.batch.slots_T)
+        backend.attend(self.q_TNH.to(self.device), kv, plan, out_TNH)
+        return out_TNH.cpu()
+
+    def _write_contexts(self, backend: Attention, kv: torch.Tensor) -> None:
+        case, device = self.case, self.device
         for table, k_SKH, v_SKH, (before, _) in zip(self.tables, self.keys, self.values, case.rows, strict=True):
             if before:
                 positions = np.arange(before)
                 slots = table[positions // case.block_size] * case.block_size + positions % case.block_size
                 backend.write(k_SKH[:before].to(device), v_SKH[:before].to(device), kv, torch.from_numpy(slots).to(device))
+
+    def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
+        """Attend, and judge all that came of it."""
+        case, device = self.case, self.device
+        kv = self.poisoned(backend)
+        before_X = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
+        self._write_contexts(backend, kv)
         k_TKH, v_TKH = self._step_tokens(self.keys), self._step_tokens(self.values)
         plan = backend.plan(self.batch) if reuse is None else backend.plan(self.batch, reuse)
         if reuse is not None and plan is not reuse:
@@ -263,6 +300,7 @@ def spec_of(case: Case, device: torch.device) -> AttentionSpec:
         sliding_window=case.sliding_window,
         softcap=case.softcap,
         kv_scales=case.kv_scales,
+        batch_invariant=case.batch_invariant,
     )
 
 

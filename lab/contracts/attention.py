@@ -30,6 +30,8 @@ class AttentionSpec:
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None
     kv_scales: Literal["none", "token_head", "head"] = "none"  # of a quantized kv_dtype (float8_e4m3fn, int8): see Attention
+    # a token must get the same bits whatever rows and tokens are computed beside it: asked only of the feature of that name
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

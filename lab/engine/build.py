@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,10 @@ from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
-from lab.engine.kv_cache import block_manager, draft_layers, group, report_cache
+from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
+from lab.kv.groups import Grouping
 from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
@@ -33,6 +35,7 @@ from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
+from lab.runner.draft_cache import scratch_blocks
 from lab.runner.runner import Limits, Runner
 from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
@@ -56,27 +59,18 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
-    common = {"device": device.type, "dtype": _name(dtype)}
+    common = {"device": device.type, "dtype": _name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
-    quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
+    proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
-    load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
-    model = load(folder, config, load_format=settings.model.load_format, quant=quant)
-    load_plain = partial(load, load_format="auto", quant=model.build.plain)
-    max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(settings.model.path, model, config, dtype, device, max_rows, max_model_len, load_plain))
-    model.aux_layers = tuple(proposer.aux_layers)
+    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
-    own = _draft_backends(settings, proposer, dtype, device, chosen)
-    drafts = draft_layers(own, grouping, proposer.num_drafts, max_rows)
-    make_store = partial(KVStore, backends, scales=scales, place_of=grouping.place_of, drafts=drafts)
-    block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(own)
-
+    _check_drafts_fit(proposer, grouping)
     limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
@@ -91,16 +85,22 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         group_of=grouping.group_of,
     )
     warm_begin = time.perf_counter()
+    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    make_store = partial(
+        KVStore, backends, scales=scales, place_of=grouping.place_of, draft_backends=draft_backends, num_scratch=num_scratch
+    )
+    block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
     runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
-    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer.num_drafts, proposer.lookahead)
+    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
-    policy, num_drafts = chosen["policy"].make(), proposer.num_drafts
-    sizes = {"max_model_len": max_model_len, "num_drafts": num_drafts}
-    scheduler = Scheduler(settings.scheduler, blocks, policy, debug=settings.debug, **sizes)
+    policy = chosen["policy"].make()
+    scheduler = Scheduler(
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
+    )
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -118,6 +118,35 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
+
+
+def _load(
+    settings: Settings,
+    chosen: dict[str, Resolved],
+    proposer: Proposer,
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> nn.Module:
+    """The model, with the proposer bound to it."""
+    name = settings.model.path
+    log.info("loading %s in %s on %s", name, _name(dtype), device.type)
+    moe = chosen["moe"].make()
+    load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
+    model = load(
+        folder,
+        config,
+        load_format=settings.model.load_format,
+        quant=chosen["quant"].make(),
+        batch_invariant=settings.debug.batch_invariant,
+    )
+    load_another = partial(load, load_format="auto", quant=model.build.plain)
+    max_rows = settings.scheduler.max_num_seqs
+    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    model.aux_layers = tuple(proposer.aux_layers)
+    return model
 
 
 def _warm_runner(
@@ -160,18 +189,23 @@ def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
     )
 
 
-def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, str]) -> dict[str, Resolved]:
+def _asked_of_all(settings: Settings) -> frozenset[str]:
+    """Features that every plugin in the way of a token must have."""
+    return frozenset({"batch_invariant"} if settings.debug.batch_invariant else ())
+
+
+def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, Any]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
-        "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
+        "spec": resolve("spec", settings.spec, Needs(device=common["device"], features=common["features"])),
         "draft_length": resolve("draft_length", settings.draft_length, Needs()),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 
 
-def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
+def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, Any]) -> dict[str, Sequence[Path]]:
     """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
     likely = resolve("attention", settings.attention, Needs(**common))
     libraries = {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
@@ -226,6 +260,7 @@ def _backends_of(
             sliding_window=layer.sliding_window,
             softcap=layer.softcap,
             kv_scales=kv_scales(settings.cache),
+            batch_invariant=settings.debug.batch_invariant,
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -249,6 +284,15 @@ def _draft_backends(
     return backends
 
 
+def _check_drafts_fit(proposer: Proposer, grouping: Grouping) -> None:
+    """A proposer's own layers use the block table of a model that keeps all tokens. Raises UserError for another."""
+    if proposer.attention_layers and not grouping.is_plain:
+        raise UserError(
+            f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
+            "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
+        )
+
+
 def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:
     """scales_2K of each layer, where the cache has fixed ones."""
     layers = model.attention_layers
@@ -270,6 +314,8 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("token_head_scales")
     if drafts:
         features.add("spec_verify")
+    if spec.batch_invariant:
+        features.add("batch_invariant")
     return Needs(
         device=spec.device.type,
         dtype=_name(spec.dtype),

@@ -3,11 +3,10 @@
 import logging
 
 from lab.contracts.attention import Attention, AttentionSpec
-from lab.errors import UserError
+from lab.contracts.spec import Proposer
 from lab.kv.blocks import BlockManager
 from lab.kv.grouped import GroupedBlockManager
 from lab.kv.groups import Full, Grouping, LayerCache, group_layers, need_of
-from lab.kv.store import DraftLayers
 from lab.sched.limits import reach
 from lab.settings import CacheSettings, Settings
 
@@ -43,20 +42,17 @@ def _layer_cache(layer: int, backend: Attention, cache: CacheSettings, max_len: 
     return LayerCache(need_of(spec.sliding_window if cache.free_behind_window else None, max_len), page)
 
 
-def block_manager(
-    settings: Settings, grouping: Grouping, num_blocks: int, kv_dtype: str, num_drafts: int, lookahead: int
-) -> BlockManager:
-    """The manager of the pool's blocks. `num_drafts` and `lookahead` are the proposer's."""
+def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dtype: str, proposer: Proposer) -> BlockManager:
+    """The manager of the pool's blocks."""
     cache = settings.cache
     options = {
         "enable_prefix_caching": cache.enable_prefix_caching,
         "hash_algo": cache.hash_algo,
         "extra_keys": (kv_dtype, cache.scales),
-        "lookahead": lookahead,
     }
     if grouping.is_plain:
-        return BlockManager(num_blocks, cache.block_size, **options)
-    most = reach(settings.scheduler, num_drafts)
+        return BlockManager(num_blocks, cache.block_size, lookahead=proposer.lookahead, **options)
+    most = reach(settings.scheduler, proposer.num_drafts)
     return GroupedBlockManager(num_blocks, cache.block_size, grouping.needs, reach=most, **options)
 
 
@@ -71,18 +67,3 @@ def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int) -> None
         kinds = [f"{'all' if isinstance(need, Full) else f'a window of {need.window}'} tokens" for need in grouping.needs]
         log.info("KV groups: %s", "; ".join(f"{kinds.count(kind)} of layers that keep {kind}" for kind in dict.fromkeys(kinds)))
     log.info("KV cache: %s tokens, maximum concurrency for %s tokens: %.2f", f"{num_tokens:,}", f"{max_len:,}", concurrency)
-
-
-def draft_layers(backends: list[Attention], grouping: Grouping, num_drafts: int, max_rows: int) -> DraftLayers:
-    """The proposer's own layers, which go by the tables of a group that keeps everything. UserError when no group does.
-
-    Drafts are stored before their positions have blocks: each row has scratch blocks for them.
-    """
-    if not backends:
-        return DraftLayers([], 0, 0)
-    if Full() not in grouping.needs:
-        raise UserError(
-            "this proposer's layers see whole texts, and no layer of the model does: set cache.free_behind_window=false."
-        )
-    each = -(-num_drafts // backends[0].spec.block_size)
-    return DraftLayers(backends, max_rows * each, each, grouping.needs.index(Full()))

@@ -5,24 +5,11 @@ With several KV groups, layers of different groups lie in one tensor (`lab.kv.gr
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.memory import huge_empty
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLayers:
-    """The attention layers of a proposer of drafts. Their caches have `num_scratch` blocks more than the pool, of which a row
-    has `scratch_each`; they go by the block tables of KV group `group`.
-    """
-
-    backends: list[Attention]
-    num_scratch: int
-    scratch_each: int
-    group: int = 0
 
 
 class KVStore:
@@ -37,14 +24,15 @@ class KVStore:
         num_blocks: int,
         scales: Sequence[torch.Tensor] = (),
         place_of: Sequence[int] | None = None,
-        drafts: "DraftLayers | None" = None,
+        draft_backends: Sequence[Attention] = (),
+        num_scratch: int = 0,
     ) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping."""
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping.
+        `draft_backends`: of a proposer's own layers, whose caches have `num_scratch` more blocks than the pool.
+        """
         self.num_blocks = num_blocks
-        self.drafts = drafts or DraftLayers([], 0, 0)
-        self.draft_layers = [
-            _zeros(b.kv_shape(num_blocks + self.drafts.num_scratch, b.spec.block_size), b.spec) for b in self.drafts.backends
-        ]
+        self.draft_backends = list(draft_backends)
+        self.draft_layers = [_zeros(b.kv_shape(num_blocks + num_scratch, b.spec.block_size), b.spec) for b in draft_backends]
         places = first_of_places(backends, place_of)
         tensors = {place: _zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for place, b in places.items()}
         self.layers = [tensors[place] for place in (range(len(backends)) if place_of is None else place_of)]

@@ -13,9 +13,14 @@ import numpy as np
 import torch
 
 from lab.context import ForwardContext, forward_context
-from lab.kv.store import KVStore
+from lab.contracts.attention import Attention
 from lab.runner.batch import Batch
 from lab.runner.rows import Rows
+
+
+def scratch_blocks(num_drafts: int, block_size: int) -> int:
+    """Blocks that `num_drafts` positions take beyond those that a row has, wherever they begin."""
+    return -(-num_drafts // block_size)
 
 
 class RowsDraftCache:
@@ -24,24 +29,27 @@ class RowsDraftCache:
     def __init__(
         self,
         rows: Rows,
-        store: KVStore,
+        backends: list[Attention],
+        kv: list[torch.Tensor],
+        *,
         block_size: int,
+        num_blocks: int,
+        num_drafts: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
+        """`kv` holds num_blocks blocks of the pool, and after them `scratch_blocks` for each row."""
         self._rows = rows
-        self._backends = store.drafts.backends
-        self._distinct = list(dict.fromkeys(self._backends))
-        self._kv = store.draft_layers
-        self._group = store.drafts.group
+        self._backends = backends
+        self._distinct = list(dict.fromkeys(backends))
+        self._kv = kv
         self._block_size = block_size
-        self._num_blocks = store.num_blocks
-        self._num_scratch = store.drafts.scratch_each
+        self._num_blocks = num_blocks
+        self._num_scratch = scratch_blocks(num_drafts, block_size)
         self._last_position = max_model_len - 1
         self._device = device
 
     def running(self, batch: Batch) -> AbstractContextManager[None]:
-        batch = batch.of_group(self._group) if batch.others else batch
         plan_of: dict[int, Any] = {id(backend): backend.plan(batch) for backend in self._distinct}
         plans = [plan_of[id(backend)] for backend in self._backends]
         return forward_context(ForwardContext([batch] * len(plans), self._backends, plans, self._kv))
@@ -65,7 +73,7 @@ class RowsDraftCache:
     def _tables(self, rows_R: np.ndarray, max_ctx: int) -> np.ndarray:
         """The rows' block tables up to max_ctx tokens, scratch blocks in the places of those that they do not have."""
         rows = self._rows
-        tables_RM = rows.tables[self._group][rows_R, : -(-max_ctx // self._block_size)].copy()
+        tables_RM = rows.blocks_RM[rows_R, : -(-max_ctx // self._block_size)].copy()
         for index, row in enumerate(rows_R.tolist()):
             have = rows.num_blocks(row)
             missing = min(tables_RM.shape[1] - have, self._num_scratch)

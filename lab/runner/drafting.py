@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from lab.contracts.draft_length import DraftLength, Verified
-from lab.contracts.spec import Draft, DraftCache, Proposer, ProposeView, StepView
+from lab.contracts.spec import Draft, Proposer, ProposeView, StepView
 from lab.errors import PluginFault
+from lab.kv.store import KVStore
 from lab.runner.batch import Batch, Share
+from lab.runner.draft_cache import RowsDraftCache
 from lab.runner.rows import Rows
 from lab.sample.sampler import Sampler
 from lab.types import NewRow
@@ -19,8 +21,8 @@ NO_LIMIT = np.iinfo(np.int64).max
 class Drafting:
     """Drafts of the live rows: their tokens go into the rows, the distributions they were drawn from are kept here.
 
-    Without a `length` every row may have as many as the proposer makes; without a `sampler`, which knows the rows'
-    temperatures and seeds, every row counts as greedy.
+    Without a `length` every row may have as many as the proposer makes. `sampler` knows the rows' temperatures and seeds;
+    without it every row counts as greedy.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Drafting:
         self._dry: dict[int, int] = {}  # row -> the draft that nobody verifies, to be compared with the next token
         self._num_asked = 0
         self._draft_ms = 0.0
+        self._shown_ms = 0.0  # of `draft_ms`, what the proposer took to see the step
 
     @property
     def num_drafts(self) -> int:
@@ -61,19 +64,6 @@ class Drafting:
         self._dry.pop(row, None)
         if self.num_drafts:
             self._proposer.end(row, self._rows.tokens_RC[row, : self._rows.lengths_R[row]])
-
-    def attach(self, cache: DraftCache) -> None:
-        """Give the proposer the part of the pool that its own layers have."""
-        self._proposer.attach(cache)
-
-    def show(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None) -> None:
-        """Show the proposer a step, if it wants to see them, once the rows have moved on."""
-        if not self._proposer.observes:
-            return
-        rows_R = np.array([share.row for share in shares])
-        start_R = np.array([share.start for share in shares])
-        kept_R = self._rows.num_computed_R[rows_R] - start_R
-        self._proposer.observe(StepView(batch, hidden_TD, aux_ATD, self._rows.tokens_RC, rows_R, start_R, kept_R))
 
     def observe(self, shares: list[Share], token_ids: list[list[int]], ms: float) -> None:
         """Tell the draft length what a step did, before the next drafts are proposed.
@@ -105,6 +95,35 @@ class Drafting:
             )
         )
 
+    @property
+    def observes(self) -> bool:
+        """Whether the proposer wants to see every step."""
+        return self._proposer.observes
+
+    def attach(self, store: KVStore, block_size: int, max_model_len: int, device: torch.device) -> None:
+        """Give the proposer the part of the pool that its own layers have."""
+        if store.draft_layers:
+            cache = RowsDraftCache(
+                self._rows,
+                store.draft_backends,
+                store.draft_layers,
+                block_size=block_size,
+                num_blocks=store.num_blocks,
+                num_drafts=self.num_drafts,
+                max_model_len=max_model_len,
+                device=device,
+            )
+            self._proposer.attach(cache)
+
+    def show(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None) -> None:
+        """Show the proposer a step, once the rows have moved on."""
+        begin = time.perf_counter()
+        rows_R = np.array([share.row for share in shares])
+        start_R = np.array([share.start for share in shares])
+        kept_R = self._rows.num_computed_R[rows_R] - start_R
+        self._proposer.observe(StepView(batch, hidden_TD, aux_ATD, self._rows.tokens_RC, rows_R, start_R, kept_R))
+        self._shown_ms = (time.perf_counter() - begin) * 1e3
+
     def propose(self, row_ids: list[int], end_R: np.ndarray) -> dict[int, list[int]]:
         """Drafts for these rows' next step, by row; `end_R` is the length at which each row ends.
 
@@ -118,9 +137,16 @@ class Drafting:
         # the step that verifies S drafts adds up to S + 1 tokens
         limits_R = np.clip(end_R - lengths_R - 1, 0, np.minimum(self._most_R[rows_R], self.num_drafts))
         dry_R = self._limit(rows_R, limits_R)
+        temperatures_R, uniforms_RS = None, None
+        if self._sampler is not None:
+            temperatures_R = self._sampler.temperatures(rows_R)
+            if temperatures_R is not None:
+                uniforms_RS = self._sampler.draft_uniforms(rows_R, self.num_drafts)
         begin = time.perf_counter()
-        draft = self._proposer.propose(self._view(rows_R, lengths_R, limits_R))
-        self._draft_ms = (time.perf_counter() - begin) * 1e3
+        draft = self._proposer.propose(
+            ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, temperatures_R, uniforms_RS)
+        )
+        self._draft_ms = self._shown_ms + (time.perf_counter() - begin) * 1e3
         self._num_asked = int(np.count_nonzero(limits_R))
         self._check(draft, limits_R.tolist())
         proposed = {}
@@ -137,14 +163,6 @@ class Drafting:
             else:
                 self._probs.pop(row, None)
         return proposed
-
-    def _view(self, rows_R: np.ndarray, lengths_R: np.ndarray, limits_R: np.ndarray) -> ProposeView:
-        temperatures_R, uniforms_RS = None, None
-        if self._sampler is not None:
-            temperatures_R = self._sampler.temperatures(rows_R)
-            if temperatures_R is not None:
-                uniforms_RS = self._sampler.draft_uniforms(rows_R, self.num_drafts)
-        return ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, temperatures_R, uniforms_RS)
 
     def _limit(self, rows_R: np.ndarray, limits_R: np.ndarray) -> np.ndarray:
         """Lower the limits to what the draft length allows. Returns which rows are tried dry: their limit is 1."""
@@ -167,8 +185,11 @@ class Drafting:
         example = next(iter(self._probs.values()))
         probs_RSV = example.new_zeros(len(shares), longest, self._vocab_size)
         for index, share in enumerate(shares):
-            if share.num_drafts:
-                probs_RSV[index, : share.num_drafts] = self._probs[share.row][: share.num_drafts]
+            num = share.num_drafts
+            if num and share.row in self._probs:
+                probs_RSV[index, :num] = self._probs[share.row][:num]
+            elif num:  # one-hot, proposed in another step than those beside it
+                probs_RSV[index, range(num), self._rows.drafts(share.row, num)] = 1.0
         return probs_RSV
 
     def _check(self, draft: Draft, limits: list[int]) -> None:

@@ -14,7 +14,6 @@ from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.buffers import InputBuffers
-from lab.runner.draft_cache import RowsDraftCache
 from lab.runner.drafting import Drafting
 from lab.runner.rows import Rows
 from lab.sample.sampler import SampleOutput, Sampler
@@ -66,7 +65,7 @@ class Runner:
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
         self._drafting = Drafting(proposer, self.rows, limits.vocab_size, draft_length, self._sampler)
-        self._attach_drafts()
+        self._drafting.attach(store, limits.block_size, limits.max_model_len, device)
         self._end_R = np.full(limits.max_rows, limits.max_model_len, np.int64)  # length at which each row ends
 
     @torch.inference_mode()
@@ -82,10 +81,9 @@ class Runner:
         hidden_TD, aux_ATD = self.model.split(self.forward.run(key, batch, self.store.layers))
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
         sampled = self._sample(shares, batch, hidden_TD)
-        sampled_s = time.perf_counter()
-        self._drafting.show(shares, batch, hidden_TD, aux_ATD)
-        drafts = self._draft(shares, sampled, (sampled_s - begin) * 1e3)
-        draft_ms = (time.perf_counter() - sampled_s) * 1e3
+        token_ids = [sampled[share.row][0] for share in shares if share.samples]
+        self._drafting.observe(shares, token_ids, (time.perf_counter() - begin) * 1e3)
+        drafts, draft_ms = self._draft(shares, batch, hidden_TD, aux_ATD)
         results = []
         for chunk, share in zip(step.chunks, shares, strict=True):
             prompt = prompt_logprobs.get(share.row)
@@ -109,7 +107,7 @@ class Runner:
             (self.model, "greedy", "lm_head"),
             (self._sampler, "run", "sample"),
             (self._sampler, "run_greedy", "take greedy"),
-            (self._drafting, "show", "show drafter"),
+            (self._drafting, "show", "observe"),
             (self._drafting, "propose", "propose"),
         ):
             setattr(owner, method, watch(name, getattr(owner, method)))
@@ -126,13 +124,7 @@ class Runner:
         """Take another KV pool; only while no row is live."""
         assert len(self.rows) == 0, "rows still point into the old pool"
         self.store = store
-        self._attach_drafts()
-
-    def _attach_drafts(self) -> None:
-        """Give a proposer with layers of its own their part of the pool."""
-        if self.store.draft_layers:
-            limits = self._limits
-            self._drafting.attach(RowsDraftCache(self.rows, self.store, limits.block_size, limits.max_model_len, self.device))
+        self._drafting.attach(store, self._limits.block_size, self._limits.max_model_len, self.device)
 
     def _apply_rows(self, step: Step) -> None:
         for request_id in step.freed:
@@ -192,12 +184,15 @@ class Runner:
         return sampled
 
     def _draft(
-        self, shares: list[Share], sampled: dict[int, tuple[list[int], list[TokenLogprobs] | None]], ms: float
-    ) -> dict[int, list[int]]:
-        """The drafts of each sampling row for its next step; `ms` is what the step has taken without them."""
+        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None
+    ) -> tuple[dict[int, list[int]], float]:
+        """The drafts of each sampling row for its next step, and how many ms they took."""
+        begin = time.perf_counter()
+        if self._drafting.observes:
+            self._drafting.show(shares, batch, hidden_TD, aux_ATD)
         row_ids = [share.row for share in shares if share.samples]
-        self._drafting.observe(shares, [sampled[row][0] for row in row_ids], ms)
-        return self._drafting.propose(row_ids, self._end_R[row_ids])
+        proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
+        return proposed, (time.perf_counter() - begin) * 1e3
 
     def _choose(self, sampling: list[Share], hidden_LD: torch.Tensor) -> SampleOutput:
         """The tokens of the sampling rows. The logits are computed only where more than their largest is wanted."""

@@ -28,7 +28,7 @@ class Eager(PlainPaged):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse", "token_head_scales"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse", "token_head_scales", "batch_invariant"},
         priority=0,
         kv_layout="2PBKH",
     )
@@ -61,6 +61,10 @@ class Eager(PlainPaged):
         return self.values(kv, 0, rows_2SKS[0]).float(), self.values(kv, 1, rows_2SKS[1]).float()
 
     def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
+        if self.spec.batch_invariant and len(q_QNH) > 1:  # products of one shape for a token, whatever came with it
+            before = len(k_SKH) - len(q_QNH)
+            ends = range(before + 1, len(k_SKH) + 1)
+            return torch.cat([self._attend_row(q_QNH[i : i + 1], k_SKH[:n], v_SKH[:n]) for i, n in enumerate(ends)])
         v_SNH = v_SKH.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 1)
         weights_NQS = self._scores(q_QNH, k_SKH).softmax(-1)
         return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype)

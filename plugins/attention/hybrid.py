@@ -71,7 +71,9 @@ class Hybrid(Attention):
         graph = both.graph if both.graph in GRAPHS else "uniform"
         if graph == "never" and others.graph != "never":
             graph = "decode"  # such a graph holds nothing of the prefill backend
-        return replace(both, features=both.features - {"lse"}, graph=graph, priority=cls.capabilities.priority)
+        return replace(
+            both, features=both.features - {"lse", "batch_invariant"}, graph=graph, priority=cls.capabilities.priority
+        )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)

@@ -172,3 +172,17 @@ def test_strided_queries_keys_and_values():
         outputs.append(torch.empty(trial.batch.num_tokens, 6, 32))
         backend.attend(q, kv, backend.plan(trial.batch), outputs[-1])
     assert outputs[0].any() and torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", [{}, {"sliding_window": 30}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 40}], ids=str)
+def test_a_batch_invariant_step_gives_a_token_its_bits_in_any_tile(case):
+    rows = ((0, 90), (70, 1), (34, 20), (150, 1))
+    trial = Trial(Case(rows, batch_invariant=True, **case), CPU, seed=0)
+    backend = Interpreted(Flash.Options(), spec_of(trial.case, CPU))
+    together_TNH = trial.outputs(backend)
+    trial.run(backend, None)
+    for chunks in ([(1, 70, 1)], [(2, 34, 20)], [(0, 0, 33), (2, 40, 3)], [(3, 150, 1), (0, 33, 57)], [(0, 89, 1)]):
+        part = trial.of(chunks)
+        plan = backend.plan(part.batch)
+        assert not plan.decodes and plan.num_splits == 1
+        assert torch.equal(part.outputs(backend), together_TNH[trial.places(chunks)]), chunks

@@ -81,6 +81,20 @@ def test_kernels_of_quantized_caches(name, kv_dtype, kv_scales, capability, monk
 
 
 @pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_invariant_step_is_one_kernel_for_all_rows(name, capability, monkeypatch):
+    """Rows of one token, too; and the whole of a row's keys goes through one loop of it, so less code is left."""
+    gpu, lengths = GPUS[capability], []
+    for invariant in (True, False):
+        launches = launches_of(replace(CASES[name], batch_invariant=invariant), gpu, monkeypatch)
+        assert launches[1].name == "prefill_kernel" and (len(launches) == 2) == invariant
+        compiled = launches[1].compile(capability)
+        assert compiled.metadata.shared <= gpu.shared_bytes
+        lengths.append(len(re.findall(r"ex2\.approx", compiled.asm["ptx"])))
+    assert lengths[0] < lengths[1] or CASES[name].sliding_window
+
+
+@pytest.mark.parametrize("capability", GPUS)
 def test_tensor_cores_and_asynchronous_loads(capability, monkeypatch):
     """A mixed step of a Llama in bf16: wgmma for tall tiles where the GPU has it, mma for short ones; cp.async.
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lab import LLM, SamplingParams
+from plugins.attention.flash.cpu import CpuKernels
 from tests import draft_heads, rigs
 from tests.golden.oracle import greedy
 from tests.golden.prompts import token_prompts
@@ -87,6 +88,23 @@ def test_prefix_cache_off_and_warm(model, attention):
     found, engine, outs = generate(folder, attention=attention, times=2)
     assert found == right
     assert [o.num_cached_tokens for o in outs] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
+
+
+@pytest.mark.parametrize("spec", [None, "ngram"])
+def test_cascade(model, spec, monkeypatch):
+    """Whatever rows share is attended to once, in prefills, decodes and verified drafts."""
+    folder, right = model
+    spared = []
+
+    def watched(self, batch, reuse=None, plan=CpuKernels.plan):
+        found = plan(self, batch, reuse)
+        spared.append(int(batch.ctx_len_R_cpu.sum()) * self.num_kv_heads - torch.ops.lab_flash.keys_read(found.work))
+        return found
+
+    monkeypatch.setattr(CpuKernels, "plan", watched)
+    found, _, _ = generate(folder, "attention.cascade=1", attention="flash", spec=spec, times=2)
+    assert found == right
+    assert sum(keys > 0 for keys in spared) > len(spared) // 2
 
 
 @pytest.mark.parametrize("spec", [None, "ngram"])

@@ -66,6 +66,8 @@ class ByBatch(DraftLength):
         best = int(goodput_X.argmax())
         if goodput_X[best] < goodput_X[0] * (1 + self.options.margin):
             best = 0
+        elif best > 1 and not self._times.knows(num_rows + best // 2):
+            best //= 2  # between the sizes that are known the time is a guess: tell what half as many drafts take
         return np.bincount(order_X[:best] // self.num_drafts, minlength=num_rows)
 
     def dry_runs(self, rows_R: np.ndarray) -> np.ndarray:

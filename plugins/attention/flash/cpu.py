@@ -12,10 +12,11 @@ import torch
 
 from lab.api import AttentionSpec, OperatorCall, UserError, dataclass, native
 
+from .cascade import least_shared
+
 LIBRARY = "lab_flash"  # the kernels that this CPU runs fastest
 EVERY_ISA = "lab_flash_every_isa", ("-DFLASH_EVERY_ISA",)  # with those for lesser instruction sets, for who asks for one
 SOURCES = sorted((Path(__file__).parent / "cpu").glob("*.cpp"))
-CASCADE = {"auto": -1, "never": 0}  # what the words mean in cpu/plan.h
 
 
 @dataclass(slots=True)
@@ -33,10 +34,11 @@ class CpuKernels:
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         self._isa = options.isa
+        self.num_kv_heads = spec.num_kv_heads
         shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
         isa = 0 if options.isa == "auto" else _index_of(options.isa, self._ops.isas())
-        self._how = (*shape, *scores, options.num_splits, CASCADE.get(options.cascade, options.cascade), isa)
+        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), isa, spec.batch_invariant)
 
     @cached_property
     def _ops(self) -> Any:

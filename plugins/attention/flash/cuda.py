@@ -4,6 +4,9 @@ A step's rows are of two sorts. Rows with few tokens go to the decode kernel, on
 the keys. Rows with more go to the prefill kernel, whose tiles are listed by the plan, the longest contexts first, so that
 no long one is left for the end. A plan's launches depend on its batch's shape alone: a captured graph of them serves every
 later batch whose rows are no longer than `max_q` of the batch it was captured with.
+
+A batch-invariant spec sends all rows to the prefill kernel, which cuts keys at multiples of its tile from the row's first
+one and never splits them: the order in which a query's sums are made then follows from its position alone.
 """
 
 from typing import Any
@@ -112,6 +115,7 @@ class CudaKernels:
                 *(q_TNH, kv, self._scales(kv), out_TNH, plan.tiles_X2, plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM),
                 *(plan.num_rows, plan.num_tokens, len(plan.tiles_X2), *self._strides(q_TNH, out_TNH, plan)),
                 **self._layer,
+                INVARIANT=self._spec.batch_invariant,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
                 num_warps=config.num_warps,
@@ -155,9 +159,12 @@ class CudaKernels:
 
     def _new_plan(self, batch: Any) -> Plan:
         num_rows, device, group = len(batch.ctx_len_R), batch.ctx_len_R.device, self._group
-        is_short = batch.max_q <= max(1, LARGEST_DECODE_M // group)
-        small_q = batch.max_q if is_short else max(1, LEAST_M // group)
-        decodes = is_short or int(np.diff(batch.q_start_R1_cpu).min()) <= small_q
+        if self._spec.batch_invariant:
+            is_short, small_q, decodes = False, 0, False
+        else:
+            is_short = batch.max_q <= max(1, LARGEST_DECODE_M // group)
+            small_q = batch.max_q if is_short else max(1, LEAST_M // group)
+            decodes = is_short or int(np.diff(batch.q_start_R1_cpu).min()) <= small_q
         num_splits = self._splits(num_rows) if decodes else 1
         tiles_X2 = None if is_short else torch.empty(self._most_tiles(batch, small_q), 2, dtype=torch.int32, device=device)
         partial = lse = None

@@ -279,12 +279,14 @@ def prefill_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    INVARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Causal attention of rows with many tokens. Grid: (KV heads, tiles).
 
+    INVARIANT: a token gets the same bits whichever tile it is in: one loop, the masked one, walks over all of its keys.
     tiles_ptr holds (row, first token) of each tile of BLOCK_M // GROUP tokens; row -1 is no tile. Padding tokens get zeros.
     """
     head = tl.program_id(0)
@@ -313,6 +315,8 @@ def prefill_kernel(
         acc, total, maximum = _nothing(BLOCK_M, BLOCK_D)
         if WINDOW > 0:
             masked_from = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        elif INVARIANT:
+            masked_from = 0
         else:
             masked_from = (before + 1) // BLOCK_N * BLOCK_N
             acc, total, maximum = _walk(

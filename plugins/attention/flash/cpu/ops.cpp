@@ -1,5 +1,6 @@
 // The operators: write keys and values into the cache, attend as a step's plan says.
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -164,6 +165,22 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
   });
 }
 
+// q_start [R + 1], ctx_len [R] and blocks [R, M] int32; the others as How has them. Returns a Plan's memory.
+Tensor plan_step(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
+                 int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa,
+                 bool batch_invariant) {
+  const StepRows step{q_start.const_data_ptr<int32_t>(), ctx_len.const_data_ptr<int32_t>(), blocks.const_data_ptr<int32_t>(),
+                      ctx_len.numel(), blocks.stride(0)};
+  const How how{kv_heads, group, dim, block_size, float(scale), float(softcap), window, num_splits, cascade, isa,
+                at::get_num_threads(), batch_invariant};
+  Tensor made;
+  plan(step, how, [&](int64_t bytes) {
+    made = Tensor(at::detail::empty_cpu({bytes / 4}, at::kInt));
+    return made.data_ptr();
+  });
+  return made;
+}
+
 // q and out [T, N, D]; kv as `write` fills it; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
 // lse [T, N] float32, where it is wanted.
 void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out,
@@ -219,7 +236,7 @@ DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
   m.def("plan(Tensor q_start, Tensor ctx_len, Tensor blocks, int kv_heads, int group, int dim, int block_size, float scale,"
-        " float softcap, int window, int num_splits, int cascade, int isa) -> Tensor", flash::plan);
+        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant) -> Tensor", flash::plan_step);
   m.def("keys_read(Tensor plan) -> int", flash::keys_read);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
   m.def("attend_lse(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out, Tensor(c!) lse) -> ()",

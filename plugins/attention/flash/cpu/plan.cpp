@@ -2,8 +2,6 @@
 
 #include "plan.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <tuple>
 #include <utility>
@@ -14,18 +12,20 @@
 namespace flash {
 namespace {
 
-using at::Tensor;
-
 constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
 constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
-constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
+constexpr int64_t kInvariantPiece = 512;  // of a batch-invariant step, where a piece may not depend on what else there is
+constexpr int64_t kSerialCost = 8192;  // less than this is done before other threads wake up
 
-// What one more part of a lane's result costs: it is written, read and added.
-constexpr int64_t kPartCost = 64;
+// What a key costs an item, in nanoseconds or so: it is fetched and packed, and then the work grows with the lanes, in tiles by
+// whole vectors. Few lanes are served by dot products, and bound by memory.
+constexpr int64_t kReadCost = 8, kVector = 16;
+int64_t cost_of(int64_t keys, int64_t lanes) {
+  return keys * (lanes <= kDotLanes ? 12 + 3 * lanes : kReadCost + (lanes + kVector - 1) / kVector * kVector);
+}
 
-// What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
-constexpr int64_t kReadCost = 8;
-int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (kReadCost + lanes); }
+// What sharing a prefix costs for each of its lanes, whose result then has one part more to write, read and add, and for an item.
+constexpr int64_t kPartCost = 144, kItemCost = 400;
 
 // Where a row's queries and keys are.
 struct Row {
@@ -35,13 +35,12 @@ struct Row {
   int32_t shared_at;            // where its tokens are among the shared ones
 };
 
-std::vector<Row> rows_of(const Tensor& q_start, const Tensor& ctx_len, int64_t window) {
-  const int32_t *start = q_start.const_data_ptr<int32_t>(), *ctx = ctx_len.const_data_ptr<int32_t>();
-  std::vector<Row> rows(ctx_len.numel());
+std::vector<Row> rows_of(const StepRows& step, int64_t window) {
+  std::vector<Row> rows(step.num_rows);
   for (size_t r = 0; r < rows.size(); r++) {
-    const int32_t count = start[r + 1] - start[r], position = ctx[r] - count;
+    const int32_t count = step.q_start[r + 1] - step.q_start[r], position = step.ctx_len[r] - count;
     const int32_t first = window ? std::max<int32_t>(0, position - int32_t(window) + 1) : 0;
-    rows[r] = {start[r], count, position, first, ctx[r], 0, 0};
+    rows[r] = {step.q_start[r], count, position, first, step.ctx_len[r], 0, 0};
   }
   return rows;
 }
@@ -52,31 +51,35 @@ class Planner {
   std::vector<SharedToken> shared;
   int32_t num_partials = 0, num_counters = 0;
 
-  Planner(std::vector<Row> of_the_step, int64_t kv_heads, int64_t group, int64_t window, int64_t num_splits)
-      : rows(std::move(of_the_step)), kv_heads(kv_heads), group(group), window(window), num_splits(num_splits) {}
+  Planner(const StepRows& step, const How& how)
+      : step(step), how(how), rows(rows_of(step, how.window)), kv_heads(how.kv_heads), group(how.group), window(how.window),
+        tokens(how.batch_invariant ? 1 : tokens_of_an_item()) {}
 
   // Only whole blocks are shared, and of keys that all queries of a row see: nothing of them is masked.
-  void find_prefixes(const Tensor& blocks, int64_t block_size, int64_t cascade) {
+  void find_prefixes() {
+    if (how.cascade == kCascadeNever || how.batch_invariant) return;
     std::vector<int32_t> limits(rows.size());
     for (size_t r = 0; r < rows.size(); r++) {
       const bool sees_all = rows[r].q_count > 0 && (!window || rows[r].key_last <= window);
-      limits[r] = sees_all ? rows[r].position / block_size : 0;
+      limits[r] = sees_all ? rows[r].position / how.block_size : 0;
     }
     const auto pays = [&](const int32_t* some, int64_t count, int64_t keys) {
-      if (cascade != kCascadeAuto) return keys >= cascade;
-      int64_t lanes = 0;
-      for (int64_t i = 0; i < count; i++) lanes += rows[some[i]].q_count * group;
-      return (count - 1) * keys * kReadCost > lanes * kPartCost;
+      if (how.cascade != kCascadeAuto) return keys >= how.cascade;
+      int64_t sum = 0, apart = 0;
+      for (int64_t i = 0; i < count; i++) {
+        sum += rows[some[i]].q_count;
+        apart += cost_of_tokens(keys, rows[some[i]].q_count);
+      }
+      return apart > cost_of_tokens(keys, sum) + sum * group * kPartCost + kItemCost;
     };
-    prefixes = flash::find_prefixes(limits, blocks.const_data_ptr<int32_t>(), blocks.stride(0), block_size, pays);
+    prefixes = flash::find_prefixes(limits, step.blocks, step.blocks_stride, how.block_size, pays);
     for (const Prefix& prefix : prefixes.found) {
       for (int32_t i = prefix.first; i < prefix.last; i++) rows[prefixes.order[i]].key_first = prefix.key_last;
     }
   }
 
-  void make_items(int64_t threads) {
-    tokens = tokens_of_an_item(threads);
-    share = std::max<int64_t>(total_cost() / (4 * threads), 1);
+  void make_items() {
+    share = std::max<int64_t>(total_cost() / (4 * how.threads), 1);
     for (Prefix& prefix : prefixes.found) count_splits(prefix);
     for (int32_t r : prefixes.order) {
       if (rows[r].shared_splits == 0) continue;
@@ -89,27 +92,35 @@ class Planner {
   }
 
  private:
+  const StepRows& step;
+  const How& how;
   std::vector<Row> rows;
-  const int64_t kv_heads, group, window, num_splits;
+  const int64_t kv_heads, group, window;
+  const int64_t tokens;  // that one item takes, at most
   Prefixes prefixes;
-  int64_t tokens = 1, share = 1;
+  int64_t share = 1;  // of the cost, for an item
 
-  // Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
-  int64_t tokens_of_an_item(int64_t threads) const {
+  // As many tokens as share a tile's packing, unless threads would go without work.
+  int64_t tokens_of_an_item() const {
     for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
       const int64_t tokens = std::max<int64_t>(1, lanes / group);
       int64_t items = 0;
       for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
-      if (items >= 4 * threads) return tokens;
+      if (items >= 4 * how.threads) return tokens;
     }
     return std::max<int64_t>(1, kFewLanes / group);
   }
 
+  int64_t cost_of_tokens(int64_t keys, int64_t count) const {
+    const int64_t rest = count % tokens;
+    return count / tokens * cost_of(keys, tokens * group) + (rest ? cost_of(keys, rest * group) : 0);
+  }
+
   int64_t total_cost() const {
     int64_t total = 0;
-    for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
+    for (const Row& row : rows) total += kv_heads * cost_of_tokens(row.key_last - row.key_first, row.q_count);
     for (const Prefix& prefix : prefixes.found) {
-      total += kv_heads * cost_of(prefix.key_last - prefix.key_first, tokens_of(prefix) * group);
+      total += kv_heads * cost_of_tokens(prefix.key_last - prefix.key_first, tokens_of(prefix));
     }
     return total;
   }
@@ -122,7 +133,8 @@ class Planner {
 
   // Keys are split when there are too few items for the threads, or as the user says.
   int64_t piece_of(int64_t keys, int64_t lanes) const {
-    const int64_t wanted = num_splits > 0 ? (keys + num_splits - 1) / num_splits : std::max(2 * kPiece, share / (kReadCost + lanes));
+    const int64_t enough = how.batch_invariant ? kInvariantPiece : std::max(2 * kPiece, share / cost_of(1, lanes));
+    const int64_t wanted = how.num_splits > 0 ? (keys + how.num_splits - 1) / how.num_splits : enough;
     return std::max(kPiece, (wanted + kPiece - 1) / kPiece * kPiece);
   }
 
@@ -197,27 +209,22 @@ class Planner {
 
 }  // namespace
 
-Tensor plan(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
-            int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa) {
-  const int64_t threads = at::get_num_threads(), num_rows = ctx_len.numel();
-  Planner planner(rows_of(q_start, ctx_len, window), kv_heads, group, window, num_splits);
-  if (cascade != kCascadeNever) planner.find_prefixes(blocks, block_size, cascade);
-  planner.make_items(threads);
+void plan(const StepRows& step, const How& how, const std::function<void*(int64_t)>& allocate) {
+  Planner planner(step, how);
+  planner.find_prefixes();
+  planner.make_items();
   const auto& [items, shared] = std::tie(planner.items, planner.shared);
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost;
-  const int64_t num_items = items.size(), num_shared = shared.size(), part_bytes = 4 * (padded_dim(dim) + 2);
+  const int64_t num_items = items.size(), num_shared = shared.size(), part_bytes = 4 * (padded_dim(how.dim) + 2);
   const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + num_shared * sizeof(SharedToken) + 4 * planner.num_counters +
                         planner.num_partials * part_bytes;
-  Tensor made = at::empty({bytes / 4}, at::kInt);
-  Plan& plan = *(Plan*)made.data_ptr();
-  plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, *(q_start.const_data_ptr<int32_t>() + num_rows),
-          int32_t(window), int32_t(isa), float(scale), float(softcap),
-          cost < kSerialCost ? 1 : int32_t(std::min(num_items, threads))};
+  Plan& plan = *(Plan*)allocate(bytes);
+  plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, step.q_start[step.num_rows], int32_t(how.window),
+          int32_t(how.isa), how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads))};
   std::copy(items.begin(), items.end(), plan.items());
   std::copy(shared.begin(), shared.end(), plan.shared());
   std::fill_n(plan.arrived(), planner.num_counters, 0);
-  return made;
 }
 
 }  // namespace flash

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <functional>
 
 #include "flash.h"
 
@@ -24,12 +24,23 @@ inline int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
 
 constexpr int64_t kCascadeAuto = -1, kCascadeNever = 0;
 
-// Cuts a step into items, the dearest first.
-//
-// q_start [R + 1], ctx_len [R] and blocks [R, M] int32. num_splits: what the keys of a row are cut into, 0: as the threads need.
-// cascade: keys that rows share are attended to once for all of them where it pays, never, or where they are so many.
-at::Tensor plan(const at::Tensor& q_start, const at::Tensor& ctx_len, const at::Tensor& blocks, int64_t kv_heads, int64_t group,
-                int64_t dim, int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits,
-                int64_t cascade, int64_t isa);
+// The rows of a step: q_start [R + 1], ctx_len [R], blocks [R, blocks_stride].
+struct StepRows {
+  const int32_t *q_start, *ctx_len, *blocks;
+  int64_t num_rows, blocks_stride;
+};
+
+// num_splits: what the keys of a row are cut into, 0: as the threads need. cascade: keys that rows share are attended to once for
+// all of them where it pays, never, or where they are so many. batch_invariant: each token is an item of its own, cut where its
+// position says, so that it gets the same bits in any step.
+struct How {
+  int64_t kv_heads, group, dim, block_size;
+  float scale, softcap;
+  int64_t window, num_splits, cascade, isa, threads;
+  bool batch_invariant;
+};
+
+// Cuts a step into items, the dearest first, in memory of so many bytes as it asks for.
+void plan(const StepRows& step, const How& how, const std::function<void*(int64_t)>& allocate);
 
 }  // namespace flash
