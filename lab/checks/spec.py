@@ -5,6 +5,9 @@ from typing import Any
 import numpy as np
 
 from lab.checks import CheckFailed, NotDeclared
+from lab.checks.spec_runs import check_outputs as check_outputs
+from lab.checks.spec_runs import check_seeds as check_seeds
+from lab.checks.spec_runs import is_bound
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.registry import Entry
 from lab.sampling_params import SamplingParams
@@ -101,6 +104,8 @@ def check_probabilities(entry: Entry, options: Any) -> None:
 
 
 def _proposer(entry: Entry, options: Any) -> Proposer:
+    if is_bound(entry.load()):
+        raise NotDeclared("it drafts only beside its target, where the engine holds it to this in every step")
     proposer = entry.load()(options)
     if type(proposer.num_drafts) is not int or proposer.num_drafts < 0:
         raise CheckFailed(f"num_drafts must be a whole number from 0, got {proposer.num_drafts!r}")

@@ -50,12 +50,12 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     """See `Engine.build`."""
     begin = time.perf_counter()
     registry.discover()
-    device = _device(settings)
+    device = choose_device(settings)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
     folder = resolve_model(settings.model.path)
     config = read_config(folder)
-    dtype = _dtype(settings.model.dtype, config, device)
+    dtype = choose_dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
@@ -345,14 +345,14 @@ def _limits(settings: Settings, config: ModelConfig, max_model_len: int, num_gro
     )
 
 
-def _device(settings: Settings) -> torch.device:
+def choose_device(settings: Settings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name) if name == "cpu" else torch.device(name, torch.cuda.current_device())
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's own, but float32 for float16 on the CPU, which computes it slowly."""
     if name == "auto":
         name = config.torch_dtype

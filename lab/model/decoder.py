@@ -205,6 +205,16 @@ class Decoder(nn.Module):
         logits_LV = self.lm_head(hidden_LD).float()
         return logits_LV if self._softcap is None else torch.tanh(logits_LV / self._softcap) * self._softcap
 
+    def head_of(self, ids: torch.Tensor | None) -> Linear:
+        """A vocabulary projection onto these tokens alone; None: the head itself."""
+        if ids is None:
+            return self.lm_head
+        weight_OI = self.lm_head.quant.dequantize(self.lm_head.weights, self.lm_head.spec)[ids.to(self.build.device)]
+        plain = self.build.for_config(self.build.config)
+        part = plain.linear("lm_head", self.build.config.hidden_size, (("lm_head", len(ids)),))
+        part.keep(part.quant.finish({"weight": weight_OI.to(self.build.dtype)}, part.spec))
+        return part
+
     def greedy(self, hidden_LD: torch.Tensor) -> torch.Tensor | None:
         """ids_L of the largest logits, the lowest among equals, without the logits; None where they have to be computed.
 

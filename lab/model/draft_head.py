@@ -118,13 +118,8 @@ class EagleHead(nn.Module):
         if "lm_head.weight" in names:
             self._lm_head = build.linear("lm_head", build.config.hidden_size, (("lm_head", rows),))
             self._lm_head.load(checkpoint)
-        elif self.draft_ids is None:
-            self._lm_head = target.lm_head
         else:
-            self._lm_head = build.linear("lm_head", build.config.hidden_size, (("lm_head", rows),))
-            of_target = target.lm_head
-            weight_OI = of_target.quant.dequantize(of_target.weights, of_target.spec)[self.draft_ids.cpu()].to(build.dtype)
-            self._lm_head.keep(self._lm_head.quant.finish({"weight": weight_OI}, self._lm_head.spec))
+            self._lm_head = target.head_of(self.draft_ids)
 
     def _for_vocabulary(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         return hidden_LD if self.norm is None else self.norm(hidden_LD)

@@ -185,8 +185,11 @@ class Drafting:
         example = next(iter(self._probs.values()))
         probs_RSV = example.new_zeros(len(shares), longest, self._vocab_size)
         for index, share in enumerate(shares):
-            if share.num_drafts:
-                probs_RSV[index, : share.num_drafts] = self._probs[share.row][: share.num_drafts]
+            num = share.num_drafts
+            if num and share.row in self._probs:
+                probs_RSV[index, :num] = self._probs[share.row][:num]
+            elif num:  # one-hot, proposed in another step than those beside it
+                probs_RSV[index, range(num), self._rows.drafts(share.row, num)] = 1.0
         return probs_RSV
 
     def _check(self, draft: Draft, limits: list[int]) -> None:

@@ -11,6 +11,7 @@ from lab.errors import UserError
 from lab.model.config import ModelConfig, read_config
 from lab.model.decoder import Decoder
 from lab.model.draft_head import load_head
+from lab.model.medusa_head import load_medusa
 from lab.model.source import resolve_model
 
 
@@ -38,6 +39,8 @@ class BoundTarget:
         return self.model.logits(hidden_LD).argmax(-1) if ids_L is None else ids_L
 
     def load_head(self, folder: Path, kind: str) -> nn.Module:
+        if kind == "medusa":
+            return load_medusa(folder, self.model, self.config, self.model.build)
         return load_head(folder, kind, self.model, self.config, self.model.build)
 
     def load_model(self, path: str) -> nn.Module:

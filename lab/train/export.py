@@ -16,6 +16,7 @@ from lab.model.config import ModelConfig
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint
 from lab.train.heads import Eagle1, Eagle3, Medusa
 
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # a head turns its keys and queries as its target does
 PREFIX = {"medusa": "medusa_heads."}
 ARCHITECTURES = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3", "medusa": "MedusaModel"}
 
@@ -84,6 +85,7 @@ def _config(
         "head_dim": config.head_dim,
         "intermediate_size": layer.mlp.down_proj.in_features,
         "rms_norm_eps": config.rms_norm_eps,
+        **{name: config.raw[name] for name in ROPE if config.raw.get(name) is not None},
         "max_position_embeddings": config.max_position_embeddings,
         "draft_vocab_size": draft_vocab,
     }

@@ -101,6 +101,6 @@ def _texts(path: Path, settings: Settings, source: Path, vocab_size: int, option
     def tokens(text: str) -> list[int]:
         if tokenizer is None:
             raise UserError(f"train.data: {path} holds text, and the model has no tokenizer. Give token ids.")
-        return encode(tokenizer, text)
+        return encode(tokenizer, text, add_special_tokens=True)
 
     return read_texts(path, tokens, vocab_size, options.max_len)

@@ -67,7 +67,10 @@ class FrozenTarget:
         shape = tuple(ids_RL.shape)
         count = len(self._backends)
         context = ForwardContext(
-            cast("Batch", _Texts()), cast("list[Attention]", self._backends), [shape] * count, [torch.empty(0)] * count
+            [cast("Batch", _Texts())] * count,
+            cast("list[Attention]", self._backends),
+            [shape] * count,
+            [torch.empty(0)] * count,
         )
         positions_T = torch.arange(shape[1], device=ids_RL.device).repeat(shape[0])
         with forward_context(context):

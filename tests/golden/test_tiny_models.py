@@ -5,7 +5,7 @@ import torch
 
 from lab import LLM, SamplingParams
 from plugins.attention.flash.cpu import CpuKernels
-from tests import rigs
+from tests import draft_heads, rigs
 from tests.golden.oracle import greedy
 from tests.golden.prompts import token_prompts
 
@@ -146,3 +146,23 @@ def test_static_batching_and_priority(model):
     assert found == right
     found, _, _ = generate(folder, "scheduler.policy=priority", "debug.preempt_every=5", attention="sdpa")
     assert found == right
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["scheduler.max_num_batched_tokens=7", "scheduler.async_scheduling=false"],
+        ["cache.num_blocks=60", "cache.block_size=4", "scheduler.max_num_batched_tokens=96"],
+        ["debug.preempt_every=5"],
+    ],
+    ids=["chunks-sync", "small-pool", "forced-preemption"],
+)
+def test_eagle_drafts(model, tmp_path, overrides):
+    """By a head of random weights, most drafts of which are rejected; the second run is over cached prefixes."""
+    folder, right = model
+    head = draft_heads.random(tmp_path / "head", folder, "eagle3", draft_vocab=90)
+    settings = [f"spec.head={head}", "spec.num_drafts=3", "draft_length=fixed", *overrides]
+    found, engine, outs = generate(folder, *settings, attention="sdpa", spec="eagle", prompts=PROMPTS[::3], times=2)
+    assert found == right[::3]
+    assert engine.blocks.stats.hits > 0
+    assert engine.scheduler.num_preemptions > 0 or "preempt" not in str(overrides)

@@ -66,6 +66,10 @@ def test_drafts_go_into_the_rows_and_their_distributions_to_verification():
     assert torch.equal(kept[0, 0], probs_RSV[1, 0]) and not kept[0, 1].any()
     assert torch.equal(kept[1], probs_RSV[0, :2])
     assert found.probs([Share(ids[0], 2, 1, 0, True)]) is None
+    found._probs.pop(ids[1])  # as if its drafts were one-hot, of a step before
+    kept = found.probs(shares)
+    assert kept[0, 0].tolist() == [float(token == 7) for token in range(VOCAB)]
+    assert torch.equal(kept[1], probs_RSV[0, :2])
     for row in ids:
         found.forget(row)
     assert found.probs(shares) is None

@@ -18,7 +18,14 @@ from tests import draft_heads, rigs
 
 registry.discover()
 Eagle = registry.get("spec", "eagle").load()
-BASE = ["compile.mode=none", "model.dtype=float32", "model.max_model_len=128", "num_threads=1", "debug.check_integrity=true"]
+BASE = [
+    "draft_length=fixed",
+    "compile.mode=none",
+    "model.dtype=float32",
+    "model.max_model_len=128",
+    "num_threads=1",
+    "debug.check_integrity=true",
+]
 NUM_DRAFTS = 3
 
 
