@@ -151,7 +151,7 @@ class Trial:
                 slots = table[positions // case.block_size] * case.block_size + positions % case.block_size
                 backend.write(k_SKH[:before].to(device), v_SKH[:before].to(device), kv, torch.from_numpy(slots).to(device))
 
-    def run(self, backend: Attention, reuse: Any, *, lse: bool = False) -> None:
+    def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
         """Attend, and judge all that came of it."""
         case, device = self.case, self.device
         kv = self.poisoned(backend)

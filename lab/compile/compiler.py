@@ -118,6 +118,7 @@ def traced_facts(
         "code": _digest(Path(__file__).resolve().parents[1], TRACED_CODE),
         "config": repr(sorted(of_config.items())),
         "fused": [model.fused.is_native, model.batch_invariant],
+        "aux_layers": list(model.aux_layers),
         "weights": [
             [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.device.type]
             for name, tensor in named_weights(model).items()

@@ -42,6 +42,7 @@ class BlockManager(BlockPool):
             fork_group share, and only their prompt's blocks.
         hash_algo: see `lab.kv.prefix.ALGORITHMS`.
         extra_keys: what the contents of every block depend on beside the tokens, e.g. the KV dtype.
+        lookahead: how many tokens past its own a block's contents depend on.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class BlockManager(BlockPool):
         enable_prefix_caching: bool = True,
         hash_algo: str = "blake2b",
         extra_keys: tuple[Key, ...] = (),
+        lookahead: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         super().__init__(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixCacheStats()
+        self._lookahead = lookahead
         self._hasher = BlockHasher(block_size, hash_algo, extra_keys)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -82,7 +85,9 @@ class BlockManager(BlockPool):
         limit = (len(request.token_ids) - 1) // self.block_size
         if not self.enable_prefix_caching:
             limit = min(limit, request.num_prompt // self.block_size)
-        return self._find(self._digests(request, limit)[:limit])
+        found = self._find(self._digests(request, limit)[:limit])
+        # the last contents depend on tokens that may not be those of the request, unless the next block agrees as well
+        return found[: max(0, len(found) - self.blocks_for(self._lookahead))] if self._lookahead else found
 
     def admit(self, request: Request, hit_ids: list[int], num_tokens: int) -> None:
         """Give the request its block table: the blocks that `match` found, then new ones up to `num_tokens` tokens.

@@ -24,9 +24,15 @@ class KVStore:
         num_blocks: int,
         scales: Sequence[torch.Tensor] = (),
         place_of: Sequence[int] | None = None,
+        draft_backends: Sequence[Attention] = (),
+        num_scratch: int = 0,
     ) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping."""
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping.
+        `draft_backends`: of a proposer's own layers, whose caches have `num_scratch` more blocks than the pool.
+        """
         self.num_blocks = num_blocks
+        self.draft_backends = list(draft_backends)
+        self.draft_layers = [_zeros(b.kv_shape(num_blocks + num_scratch, b.spec.block_size), b.spec) for b in draft_backends]
         places = first_of_places(backends, place_of)
         tensors = {place: _zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for place, b in places.items()}
         self.layers = [tensors[place] for place in (range(len(backends)) if place_of is None else place_of)]

@@ -1,5 +1,6 @@
 """The decoder: one implementation for the whole family of Llama-like models, whose differences are data in ModelConfig."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -39,17 +40,20 @@ class Build:
         spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated, self.batch_invariant)
         return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
 
+    def for_config(self, config: ModelConfig) -> "Build":
+        """To build unquantized layers of another shape."""
+        return dataclasses.replace(self, config=config, quant=self.plain)
+
     def norm(self, name: str, size: int) -> RMSNorm:
         config = self.config
-        return RMSNorm(
-            name, size, config.rms_norm_eps, self.dtype, self.device, self.fused, has_offset=config.norm_offset
-        )
+        return RMSNorm(name, size, config.rms_norm_eps, self.dtype, self.device, self.fused, has_offset=config.norm_offset)
 
 
 class SelfAttention(nn.Module):
     """Projections, rotary positions and the attention layer."""
 
-    def __init__(self, build: Build, at: str, layer: int) -> None:
+    def __init__(self, build: Build, at: str, layer: int, *, in_features: int | None = None) -> None:
+        """`in_features`: of the projections, where they are not the hidden size."""
         super().__init__()
         config = build.config
         self._rotate = build.fused.rotate
@@ -59,7 +63,7 @@ class SelfAttention(nn.Module):
             parts = ((f"{at}.qkv_proj", q_rows + 2 * kv_rows),)
         else:
             parts = ((f"{at}.q_proj", q_rows), (f"{at}.k_proj", kv_rows), (f"{at}.v_proj", kv_rows))
-        self.qkv_proj = build.linear(f"{at}.qkv_proj", config.hidden_size, parts, bias=config.qkv_bias)
+        self.qkv_proj = build.linear(f"{at}.qkv_proj", in_features or config.hidden_size, parts, bias=config.qkv_bias)
         self.q_norm = build.norm(f"{at}.q_norm", self.head_dim) if config.qk_norm else None
         self.k_norm = build.norm(f"{at}.k_norm", self.head_dim) if config.qk_norm else None
         self.attention = AttentionLayer(
@@ -155,6 +159,7 @@ class Decoder(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
+        self.build = build
         config = build.config
         size = config.vocab_size, config.hidden_size
         self.embed = Embedding(

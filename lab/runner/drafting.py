@@ -6,10 +6,13 @@ import numpy as np
 import torch
 
 from lab.contracts.draft_length import DraftLength, Verified
-from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.contracts.spec import Draft, Proposer, ProposeView, StepView
 from lab.errors import PluginFault
-from lab.runner.batch import Share
+from lab.kv.store import KVStore
+from lab.runner.batch import Batch, Share
+from lab.runner.draft_cache import RowsDraftCache
 from lab.runner.rows import Rows
+from lab.sample.sampler import Sampler
 from lab.types import NewRow
 
 NO_LIMIT = np.iinfo(np.int64).max
@@ -18,19 +21,29 @@ NO_LIMIT = np.iinfo(np.int64).max
 class Drafting:
     """Drafts of the live rows: their tokens go into the rows, the distributions they were drawn from are kept here.
 
-    Without a `length` every row may have as many as the proposer makes.
+    Without a `length` every row may have as many as the proposer makes. `sampler` knows the rows' temperatures and seeds;
+    without it every row counts as greedy.
     """
 
-    def __init__(self, proposer: Proposer, rows: Rows, vocab_size: int, length: DraftLength | None = None) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        rows: Rows,
+        vocab_size: int,
+        length: DraftLength | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
         self._proposer = proposer
         self._rows = rows
         self._vocab_size = vocab_size
         self._length = length
+        self._sampler = sampler
         self._most_R = np.full(len(rows.lengths_R), NO_LIMIT)  # what each row's request allows
         self._probs: dict[int, torch.Tensor] = {}  # row -> SV, for the drafts that were not one-hot
         self._dry: dict[int, int] = {}  # row -> the draft that nobody verifies, to be compared with the next token
         self._num_asked = 0
         self._draft_ms = 0.0
+        self._shown_ms = 0.0  # of `draft_ms`, what the proposer took to see the step
 
     @property
     def num_drafts(self) -> int:
@@ -82,6 +95,35 @@ class Drafting:
             )
         )
 
+    @property
+    def observes(self) -> bool:
+        """Whether the proposer wants to see every step."""
+        return self._proposer.observes
+
+    def attach(self, store: KVStore, block_size: int, max_model_len: int, device: torch.device) -> None:
+        """Give the proposer the part of the pool that its own layers have."""
+        if store.draft_layers:
+            cache = RowsDraftCache(
+                self._rows,
+                store.draft_backends,
+                store.draft_layers,
+                block_size=block_size,
+                num_blocks=store.num_blocks,
+                num_drafts=self.num_drafts,
+                max_model_len=max_model_len,
+                device=device,
+            )
+            self._proposer.attach(cache)
+
+    def show(self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None) -> None:
+        """Show the proposer a step, once the rows have moved on."""
+        begin = time.perf_counter()
+        rows_R = np.array([share.row for share in shares])
+        start_R = np.array([share.start for share in shares])
+        kept_R = self._rows.num_computed_R[rows_R] - start_R
+        self._proposer.observe(StepView(batch, hidden_TD, aux_ATD, self._rows.tokens_RC, rows_R, start_R, kept_R))
+        self._shown_ms = (time.perf_counter() - begin) * 1e3
+
     def propose(self, row_ids: list[int], end_R: np.ndarray) -> dict[int, list[int]]:
         """Drafts for these rows' next step, by row; `end_R` is the length at which each row ends.
 
@@ -95,9 +137,16 @@ class Drafting:
         # the step that verifies S drafts adds up to S + 1 tokens
         limits_R = np.clip(end_R - lengths_R - 1, 0, np.minimum(self._most_R[rows_R], self.num_drafts))
         dry_R = self._limit(rows_R, limits_R)
+        temperatures_R, uniforms_RS = None, None
+        if self._sampler is not None:
+            temperatures_R = self._sampler.temperatures(rows_R)
+            if temperatures_R is not None:
+                uniforms_RS = self._sampler.draft_uniforms(rows_R, self.num_drafts)
         begin = time.perf_counter()
-        draft = self._proposer.propose(ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R))
-        self._draft_ms = (time.perf_counter() - begin) * 1e3
+        draft = self._proposer.propose(
+            ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, temperatures_R, uniforms_RS)
+        )
+        self._draft_ms = self._shown_ms + (time.perf_counter() - begin) * 1e3
         self._num_asked = int(np.count_nonzero(limits_R))
         self._check(draft, limits_R.tolist())
         proposed = {}
@@ -111,6 +160,8 @@ class Drafting:
             self._rows.set_drafts(row, token_ids)
             if draft.probs_RSV is not None:
                 self._probs[row] = draft.probs_RSV[index]
+            else:
+                self._probs.pop(row, None)
         return proposed
 
     def _limit(self, rows_R: np.ndarray, limits_R: np.ndarray) -> np.ndarray:

@@ -71,6 +71,10 @@ class Rows:
             self.set_drafts(row, chunk.draft_ids)
         return row
 
+    def num_blocks(self, row: int) -> int:
+        """How many blocks the row has."""
+        return self._num_blocks[row]
+
     def set_drafts(self, row: int, draft_ids: list[int]) -> None:
         length = int(self.lengths_R[row])
         self.tokens_RC[row, length : length + len(draft_ids)] = draft_ids
