@@ -40,9 +40,7 @@ class Build:
 
     def norm(self, name: str, size: int) -> RMSNorm:
         config = self.config
-        return RMSNorm(
-            name, size, config.rms_norm_eps, self.dtype, self.device, self.fused, has_offset=config.norm_offset
-        )
+        return RMSNorm(name, size, config.rms_norm_eps, self.dtype, self.device, self.fused, has_offset=config.norm_offset)
 
 
 class SelfAttention(nn.Module):
