@@ -145,7 +145,8 @@ def _warm_runner(
     device: torch.device,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
-    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales)
+    sinks = [layer.sinks_N for layer in model.attention_layers]
+    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales, sinks)
     runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
@@ -155,7 +156,7 @@ def _warm_runner(
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
     )
-    runner.replace_store(KVStore(backends, num_blocks, scales))
+    runner.replace_store(KVStore(backends, num_blocks, scales, sinks))
     if graphs is not None:
         graphs.capture(runner.store.layers)
         runner.forward = graphs
@@ -231,6 +232,7 @@ def _backends(
             softcap=layer.softcap,
             kv_scales=kv_scales(settings.cache),
             batch_invariant=settings.debug.batch_invariant,
+            has_sinks=layer.sinks_N is not None,
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -264,6 +266,8 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("spec_verify")
     if spec.batch_invariant:
         features.add("batch_invariant")
+    if spec.has_sinks:
+        features.add("sinks")
     return Needs(
         device=spec.device.type,
         dtype=_name(spec.dtype),

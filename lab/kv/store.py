@@ -15,13 +15,22 @@ class KVStore:
     The tensors are zero-filled: memory nobody wrote is read (and masked away) by some backends, so it must be finite.
     """
 
-    def __init__(self, backends: list[Attention], num_blocks: int, scales: Sequence[torch.Tensor] = ()) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones."""
+    def __init__(
+        self,
+        backends: list[Attention],
+        num_blocks: int,
+        scales: Sequence[torch.Tensor] = (),
+        sinks: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones; `sinks`: sinks_N of each, None for none."""
         self.num_blocks = num_blocks
         self.layers = [_zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for b in backends]
         if scales:
             for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):
                 backend.set_scales(kv, scales_2K)
+        for backend, kv, sinks_N in zip(backends, self.layers, sinks, strict=bool(sinks)):
+            if sinks_N is not None:
+                backend.set_sinks(kv, sinks_N)
 
 
 def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:
