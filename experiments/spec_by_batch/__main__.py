@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, by its CPU time: for a busy machine")
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where the plot and the results go")
     given = parser.parse_args()
@@ -87,7 +88,7 @@ def main() -> None:
         if given.shape != "smollm2":
             model = folder_of(given.shape, given.layers, Path(scratch))
             overrides.append("model.load_format=dummy")
-        with engines(list(methods.values()), overrides, model) as found:
+        with engines(list(methods.values()), overrides, model, cpu_time=given.cpu_time) as found:
             rows = measure(dict(zip(methods, found.values(), strict=True)), given)
     report(rows, given)
 

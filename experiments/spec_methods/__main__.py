@@ -30,12 +30,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, by its CPU time: for a busy machine")
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
     given = parser.parse_args()
     params = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, seed=0)
     sets = read_sets(given.spec_bench, given.per_category)
-    with engines(given.methods, given.override, given.model) as found:
+    with engines(given.methods, given.override, given.model, cpu_time=given.cpu_time) as found:
         base = next(iter(found))
         tallies = {category: {name: Tally() for name in found} for category in sets}
         ratios = defaultdict(list)
