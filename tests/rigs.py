@@ -18,7 +18,7 @@ COUNT_VOCAB = 64
 COUNT_LOGPROB_NEXT = -0.02092
 COUNT_LOGPROB_OTHER = -8.02066
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 GEMMAS = ("gemma2", "gemma3_text")  # sliding and full layers, of windows much shorter than the golden tests' prompts
 
 GEMMA3_LAYERS = ("sliding", "sliding", "full", "sliding", "sliding")

@@ -51,6 +51,7 @@ EXAMPLES = {  # a value that each setting takes and that is not its default
     "tracking.progress": "off",
     "debug.preempt_every": 3,
     "debug.check_integrity": True,
+    "debug.batch_invariant": True,
     "profile": True,
     "device": "cpu",
     "seed": 5,

@@ -116,6 +116,19 @@ def check_softcap(entry: Entry, options: Any) -> None:
     compare(entry, options, Case(((200, 1), (0, 40), (30, 20)), head_dim=_dim(entry), softcap=2.0))
 
 
+def check_sinks(entry: Entry, options: Any) -> None:
+    """If declared: each query head's sink counts in the softmax's denominator, unscaled, whatever else the layer has."""
+    _ask_for(entry, "sinks")
+    features = entry.capabilities.features
+    case = Case(((90, 1), (0, 40), (25, 20), (10, 3), (0, 1)), head_dim=_dim(entry), sinks=True, num_padding=2)
+    cases = [replace(case, dtype=dtype) for dtype in dtypes_of(entry)]
+    cases += [replace(case, block_size=_block_sizes(entry)[0], sliding_window=16)] if "sliding_window" in features else []
+    cases += [replace(case, softcap=2.0)] if "softcap" in features else []
+    cases += [replace(case, kv_dtype=kv_dtype, kv_scales="head") for kv_dtype in _quantized(entry)[:1]]
+    for one in cases:
+        compare(entry, options, one, lse="lse" in features)
+
+
 def check_export_and_load(entry: Entry, options: Any) -> None:
     """Blocks exported in the canonical format and loaded elsewhere in the pool come back as they were."""
     for device in devices_of(entry):
@@ -155,10 +168,7 @@ def check_layout_agrees_with_write(entry: Entry, options: Any) -> None:
 
 def check_quantized_cache(entry: Entry, options: Any) -> None:
     """If declared: fp8 and int8 caches hold what was written within the format's rounding, and attention reads just that."""
-    declared = [dtype for name, dtype in QUANTIZED.items() if name in entry.capabilities.kv_dtypes]
-    if not declared:
-        raise NotDeclared("no KV dtype fp8 or int8")
-    kinds = ("token_head", "head") if "token_head_scales" in entry.capabilities.features else ("head",)
+    declared, kinds = _quantized(entry), _kinds_of_scales(entry)
     rows = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (700, 1), (16, 100))
     for kv_dtype, kv_scales, dtype in itertools.product(declared, kinds, dtypes_of(entry)):
         case = Case(rows, head_dim=_dim(entry), dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, num_padding=2)
@@ -168,10 +178,7 @@ def check_quantized_cache(entry: Entry, options: Any) -> None:
 
 def check_quantized_export_and_load(entry: Entry, options: Any) -> None:
     """If declared: blocks loaded into an fp8 or int8 cache are given back within the format's rounding, and no others."""
-    declared = [dtype for name, dtype in QUANTIZED.items() if name in entry.capabilities.kv_dtypes]
-    if not declared:
-        raise NotDeclared("no KV dtype fp8 or int8")
-    kinds = ("token_head", "head") if "token_head_scales" in entry.capabilities.features else ("head",)
+    declared, kinds = _quantized(entry), _kinds_of_scales(entry)
     for kv_dtype, kv_scales, device in itertools.product(declared, kinds, devices_of(entry)):
         trial = Trial(Case(((0, 32),), head_dim=_dim(entry), kv_dtype=kv_dtype, kv_scales=kv_scales), device, seed=0)
         backend = make_backend(entry, options, spec_of(trial.case, device))
@@ -275,6 +282,17 @@ def check_layout_is_shared(entry: Entry, options: Any) -> None:
 def _ask_for(entry: Entry, feature: str) -> None:
     if feature not in entry.capabilities.features:
         raise NotDeclared(f"no feature {feature}")
+
+
+def _quantized(entry: Entry) -> list[torch.dtype]:
+    return [dtype for name, dtype in QUANTIZED.items() if name in entry.capabilities.kv_dtypes]
+
+
+def _kinds_of_scales(entry: Entry) -> tuple[str, ...]:
+    """Of a quantized cache. Raises NotDeclared where there is none."""
+    if not _quantized(entry):
+        raise NotDeclared("no KV dtype fp8 or int8")
+    return ("token_head", "head") if "token_head_scales" in entry.capabilities.features else ("head",)
 
 
 def _block_sizes(entry: Entry) -> list[int]:

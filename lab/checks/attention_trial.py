@@ -36,6 +36,7 @@ class Case:
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
     batch_invariant: bool = False
+    sinks: bool = False
 
 
 def compare(
@@ -67,6 +68,7 @@ class Trial:
         self.values = [torch.randn(n, *shape, generator=generator).to(case.dtype) for n in totals]
         num_tokens = sum(count for _, count in case.rows) + case.num_padding
         self.q_TNH = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
+        self.sinks_N = 2 * torch.randn(case.num_heads, generator=generator) + 2 if case.sinks else None
         self.scales_2K = torch.empty(2, case.num_kv_heads)
         if case.kv_scales != "none":
             self._vary(generator)
@@ -190,6 +192,8 @@ class Trial:
         kv = torch.full((num_bytes,), 255, dtype=torch.uint8, device=device).view(spec.kv_dtype).view(shape)
         if spec.kv_scales == "head":
             backend.set_scales(kv, self.scales_2K.to(device))
+        if self.sinks_N is not None:
+            backend.set_sinks(kv, self.sinks_N.to(device))
         return kv
 
     def read_back(self, backend: Attention, kv: torch.Tensor) -> None:
@@ -259,7 +263,7 @@ class Trial:
         first = 0
         for row, (_, count) in enumerate(self.case.rows):
             scores_NQS = self._scores(self.q_TNH[first : first + count], row)
-            off = (lse_TN[first : first + count].double() - scores_NQS.logsumexp(-1).T).abs().max()
+            off = (lse_TN[first : first + count].double() - self._with_sinks(scores_NQS).logsumexp(-1).T).abs().max()
             if not off <= 10 * self.tolerance:
                 raise CheckFailed(f"row {row}: the logsumexp is off by {off:.2g}; it is of the scaled scores, and natural")
             first += count
@@ -271,7 +275,13 @@ class Trial:
     def _definition(self, q_QNH: torch.Tensor, row: int, **changed: Any) -> torch.Tensor:
         group = self.case.num_heads // self.case.num_kv_heads
         v_SNH = self.values[row].double().repeat_interleave(group, 1)
-        return torch.einsum("nqs,snh->qnh", self._scores(q_QNH, row, **changed).softmax(-1), v_SNH)
+        weights_NQS = self._with_sinks(self._scores(q_QNH, row, **changed)).softmax(-1)[..., : len(v_SNH)]
+        return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH)
+
+    def _with_sinks(self, scores_NQS: torch.Tensor) -> torch.Tensor:
+        if self.sinks_N is None:
+            return scores_NQS
+        return torch.cat((scores_NQS, self.sinks_N.double()[:, None, None].expand(-1, scores_NQS.shape[1], 1)), -1)
 
     def _scores(self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0) -> torch.Tensor:
         """The scores by the definition; `scale` times the right scale, and `ahead` keys after the query seen, are faults."""
@@ -301,6 +311,7 @@ def spec_of(case: Case, device: torch.device) -> AttentionSpec:
         softcap=case.softcap,
         kv_scales=case.kv_scales,
         batch_invariant=case.batch_invariant,
+        has_sinks=case.sinks,
     )
 
 

@@ -209,8 +209,8 @@ class _Translator:
                 return self._view(self._register(tensor), self._pairs(sizes), self._pairs(strides), _pair(self._size(offset)))
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[sizes, strides, dtype], keywords=[]):
                 return self._new_tensor(self._pairs(sizes), self._pairs(strides), ast.unparse(dtype))
-            case ast.Call(func=ast.Attribute() as operator, args=arguments, keywords=[]):
-                return self._call_operator(ast.unparse(operator), arguments)
+            case ast.Call(func=ast.Attribute() as operator, args=arguments, keywords=named):
+                return self._call_operator(ast.unparse(operator), arguments, named)
         raise Untranslatable(ast.unparse(node))
 
     def _size(self, node: ast.expr) -> Size:
@@ -257,7 +257,7 @@ class _Translator:
             raise Untranslatable(f"the arguments of {name}")
         self._steps.append(Step("call_loop", (self._loops[name], arguments), reads, set()))
 
-    def _call_operator(self, path: str, nodes: list[ast.expr]) -> Register | list[Register]:
+    def _call_operator(self, path: str, nodes: list[ast.expr], named: list[ast.keyword]) -> Register | list[Register]:
         match path.split("."):
             case ["torch", "ops", namespace, name, overload]:
                 operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
@@ -265,10 +265,13 @@ class _Translator:
                 raise Untranslatable(path)
         schema = operator._schema
         values = [self._value(node) for node in nodes]
+        by_name = {keyword.arg: self._value(keyword.value) for keyword in named}
         for parameter in schema.arguments[len(values) :]:
-            if not parameter.has_default_value():
+            if parameter.name not in by_name and not parameter.has_default_value():
                 raise Untranslatable(f"{path} without its {parameter.name}")
-            values.append(parameter.default_value)
+            values.append(by_name.pop(parameter.name, parameter.default_value))
+        if by_name:
+            raise Untranslatable(f"{path} with {', '.join(map(str, by_name))}")
         values = [_fitted(parameter, value, path) for parameter, value in zip(schema.arguments, values, strict=True)]
         if not all(str(result.type) == "Tensor" for result in schema.returns):
             raise Untranslatable(f"{path}, which returns something else than tensors")

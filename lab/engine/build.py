@@ -87,7 +87,13 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     warm_begin = time.perf_counter()
     num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
     make_store = partial(
-        KVStore, backends, scales=scales, place_of=grouping.place_of, draft_backends=draft_backends, num_scratch=num_scratch
+        KVStore,
+        backends,
+        scales=scales,
+        sinks=[layer.sinks_N for layer in model.attention_layers],
+        place_of=grouping.place_of,
+        draft_backends=draft_backends,
+        num_scratch=num_scratch,
     )
     block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
@@ -261,6 +267,7 @@ def _backends_of(
             softcap=layer.softcap,
             kv_scales=kv_scales(settings.cache),
             batch_invariant=settings.debug.batch_invariant,
+            has_sinks=layer.sinks_N is not None,
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -316,6 +323,8 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("spec_verify")
     if spec.batch_invariant:
         features.add("batch_invariant")
+    if spec.has_sinks:
+        features.add("sinks")
     return Needs(
         device=spec.device.type,
         dtype=_name(spec.dtype),

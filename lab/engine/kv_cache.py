@@ -37,7 +37,7 @@ def group(backends: list[Attention], cache: CacheSettings, max_len: int) -> tupl
 def _layer_cache(layer: int, backend: Attention, cache: CacheSettings, max_len: int) -> LayerCache:
     spec = backend.spec
     page = (type(backend).name, backend.kv_shape(1, spec.block_size), str(spec.kv_dtype))
-    if spec.kv_scales == "head":  # the layer's own scales are in its tensor
+    if spec.kv_scales == "head" or spec.has_sinks:  # the layer's own scales or sinks are in its tensor
         page = (*page, layer)
     return LayerCache(need_of(spec.sliding_window if cache.free_behind_window else None, max_len), page)
 

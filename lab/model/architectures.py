@@ -86,16 +86,11 @@ _GEMMA2 = Architecture(
 _GEMMA3 = replace(
     _GEMMA2,
     name="gemma3_text",
-    defaults=_GEMMA2.defaults
-    | {
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        "rope_theta": 1e6,
-    },
+    defaults={name: value for name, value in _GEMMA2.defaults.items() if name != "attn_logit_softcapping"}  # which is ignored
+    | {"vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None, "rope_theta": 1e6},
     qk_norm=True,
     full_every=6,
+    rope_kinds=frozenset({"default", "linear"}),
     local_theta=1e4,
 )
 

@@ -45,7 +45,7 @@ class Rows:
         self.num_prompt_R[row] = new.num_prompt
         self.num_drafts_R[row] = 0
         self._num_blocks[row] = 0
-        self._append_blocks(row, new.block_ids)
+        self._append_blocks(row, [max(block_id, 0) for block_id in new.block_ids])
         return row
 
     def free(self, request_id: str) -> int | None:
@@ -97,5 +97,5 @@ class Rows:
         have, width = self._num_blocks[row], len(self.tables)
         end = have + len(block_ids) // width
         for group, blocks_RM in enumerate(self.tables):
-            blocks_RM[row, have:end] = block_ids if width == 1 else np.maximum(block_ids[group::width], 0)
+            blocks_RM[row, have:end] = block_ids[group::width]
         self._num_blocks[row] = end

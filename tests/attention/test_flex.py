@@ -146,6 +146,11 @@ def test_a_run_with_alibi_does_not_depend_on_chunks(mods, tmp_path):
     assert biased != generate()
 
 
+def test_sinks_cannot_be_compiled_for_the_cpu():
+    with pytest.raises(UserError, match="attention.compiled=true: attention sinks need a logsumexp"):
+        FLEX.load()(FLEX.make_options({"compiled": True}), spec_of(Case((), sinks=True), CPU))
+
+
 @pytest.mark.parametrize(
     ("option", "reference", "says"),
     [

@@ -77,12 +77,12 @@ class ReadsForPaddingRows(Eager):
         super().attend(q_TNH, kv, plan, out_TNH)
         if len(plan.blocks_RM) > len(plan.ctx_len):
             k_SKH, v_SKH = self._gather(kv, plan.blocks_RM[-1], 1)
-            out_TNH[-1:] = self._attend_row(q_TNH[-1:], k_SKH, v_SKH)
+            out_TNH[-1:] = self._attend_row(q_TNH[-1:], k_SKH, v_SKH, None)
 
 
 class NotCausal(Eager):
-    def _attend_row(self, q_QNH, k_SKH, v_SKH):
-        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
+        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
 
 
 class ForgetsWindow(Eager):
@@ -119,10 +119,10 @@ class OneKvHeadForAll(Eager):
 class OneTokenOfDrafts(Eager):
     """As a decode kernel that sees every query of a row at the row's end."""
 
-    def _attend_row(self, q_QNH, k_SKH, v_SKH):
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
         if len(q_QNH) > 10:
-            return super()._attend_row(q_QNH, k_SKH, v_SKH)
-        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
+            return super()._attend_row(q_QNH, k_SKH, v_SKH, sinks_N)
+        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
 
 
 class LogsumexpUnscaled(Eager):
@@ -162,7 +162,25 @@ class SwapsKeyAndValue(Eager):
         return super().export_blocks(kv, block_ids).flip(2)
 
 
+class IgnoresSinks(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv) - torch.inf
+
+
+class ScalesSinks(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv) * self.spec.scale
+
+
+class SinksOfOtherHeads(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv).roll(1)
+
+
 FAULTS = [  # the fault, a check that finds it, and what the reason says
+    (IgnoresSinks, "check_sinks", "off by"),
+    (ScalesSinks, "check_sinks", "off by"),
+    (SinksOfOtherHeads, "check_sinks", "off by"),
     (IgnoresBlockTable, "check_mixed_batch", "it holds NaN: a slot that nobody wrote was read"),
     (
         ReadsPastContext,

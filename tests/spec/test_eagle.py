@@ -35,7 +35,7 @@ def one_thread():
 
 
 def open_llm(folder, head, kind, *overrides):
-    options = [f"spec.head={head}", f"spec.format={kind}", f"spec.num_drafts={NUM_DRAFTS}"]
+    options = [f"spec.head={head}", f"spec.format={kind}", f"spec.num_drafts={NUM_DRAFTS}", "draft_length=fixed"]
     return LLM(str(folder), spec="eagle", attention="eager", overrides=[*BASE, "cache.num_blocks=200", *options, *overrides])
 
 

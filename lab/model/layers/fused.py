@@ -26,7 +26,7 @@ class Formulas:
     is_native = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32, and rounded before it meets the weight."""
+        """x / rms(x) * weight over the last dimension, in float32 up to the weight and, if it is float32 too, with it."""
         exact = x.float()
         scaled = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
         return (weight * scaled.to(weight.dtype)).to(x.dtype)

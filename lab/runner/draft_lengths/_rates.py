@@ -5,7 +5,7 @@ import numpy as np
 from lab.api import Verified
 
 FIRST_GUESS = 0.8  # of a run that has seen nothing: high, so that drafts are tried
-GUESS_WEIGHT = 2.0  # drafts that the guess about a new request counts for
+GUESS_WEIGHT = 1.0  # drafts that the guess about a new request counts for
 
 
 class AcceptanceRates:
@@ -48,10 +48,9 @@ class AcceptanceRates:
 class Turns:
     """Whose turn it is to be tried dry: each row every so many steps, not all of them in one."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self) -> None:
         self._num_steps = 0
 
-    def next(self, rows_R: np.ndarray) -> np.ndarray:
+    def next(self, rows_R: np.ndarray, every: int) -> np.ndarray:
         self._num_steps += 1
-        return (rows_R + self._num_steps) % self._every == 0
+        return (rows_R + self._num_steps) % every == 0

@@ -18,7 +18,7 @@ class ByAcceptance(DraftLength):
     class Options:
         min_gain: float = 0.25  # a draft is verified when it is accepted, with those before it, at least so often
         decay: float = 0.9  # what a step's outcome keeps of its weight when the next comes
-        try_every: int = 4  # a request that gets none has one compared with what comes every so many steps
+        try_every: int = 2  # a request that gets none has one compared with what comes every so many steps
 
     def __init__(self, options: Options, num_drafts: int, max_rows: int) -> None:
         super().__init__(options, num_drafts, max_rows)
@@ -29,7 +29,7 @@ class ByAcceptance(DraftLength):
         if options.try_every < 1:
             raise UserError(f"draft_length.try_every must be a whole number from 1; got {options.try_every}.")
         self._rates = AcceptanceRates(max_rows, options.decay)
-        self._turns = Turns(options.try_every)
+        self._turns = Turns()
 
     def start(self, row: int) -> None:
         self._rates.start(row)
@@ -43,4 +43,4 @@ class ByAcceptance(DraftLength):
         return np.clip(most_R, 0, self.num_drafts).astype(np.int64)
 
     def dry_runs(self, rows_R: np.ndarray) -> np.ndarray:
-        return self._turns.next(rows_R)
+        return self._turns.next(rows_R, self.options.try_every)

@@ -7,6 +7,7 @@ here by rows: each draft of a row is worth its probability of being accepted wit
 one, and their number is the one with the greatest goodput.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ class ByBatch(DraftLength):
     class Options:
         margin: float = 0.03  # gain in tokens per second from which drafts are verified at all
         decay: float = 0.9  # what a step's outcome keeps of its weight when the next comes
-        try_every: int = 4  # a request that gets none has one compared with what comes every so many steps
+        dry_share: float = 0.01  # of a step's time, for drafts that are proposed only to be compared with what comes
         lasting: int = 256  # steps after which the time of a size is measured anew
 
     def __init__(self, options: Options, num_drafts: int, max_rows: int) -> None:
@@ -35,11 +36,12 @@ class ByBatch(DraftLength):
             raise UserError(f"draft_length.decay must be between 0 and 1; got {options.decay:g}.")
         if not options.margin >= 0:
             raise UserError(f"draft_length.margin must be 0 or more; got {options.margin:g}.")
-        for option in ("try_every", "lasting"):
-            if getattr(options, option) < 1:
-                raise UserError(f"draft_length.{option} must be a whole number from 1; got {getattr(options, option)}.")
+        if not options.dry_share > 0:
+            raise UserError(f"draft_length.dry_share must be over 0; got {options.dry_share:g}.")
+        if options.lasting < 1:
+            raise UserError(f"draft_length.lasting must be a whole number from 1; got {options.lasting}.")
         self._rates = AcceptanceRates(max_rows, options.decay)
-        self._turns = Turns(options.try_every)
+        self._turns = Turns()
         self._times = StepTimes(options.lasting)
         self._draft_ms = 0.0  # of proposing for one row
 
@@ -71,4 +73,7 @@ class ByBatch(DraftLength):
         return np.bincount(order_X[:best] // self.num_drafts, minlength=num_rows)
 
     def dry_runs(self, rows_R: np.ndarray) -> np.ndarray:
-        return self._turns.next(rows_R)
+        num_rows = len(rows_R)
+        step_ms = self._times.of(np.array([num_rows]))[0] if self._times.knows(num_rows) else np.inf
+        every = math.ceil(num_rows * self._draft_ms / (self.options.dry_share * step_ms))
+        return self._turns.next(rows_R, max(every, 1))
