@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What one step's forward pass works on. `backends`, `plans` and `kv` are indexed by attention layer."""
+    """What one step's forward pass works on, each by attention layer."""
 
-    batch: "Batch"
+    batches: "list[Batch]"  # the step as the layer's KV group sees it
     backends: "list[Attention]"
     plans: list[Any]
     kv: "list[torch.Tensor]"

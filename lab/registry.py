@@ -30,18 +30,24 @@ from lab.plugin_source import Found, NoOptions, field_docs, first_line, imports_
 from lab.typed import from_plain
 
 FOLDER_OF_KIND = {"attention": "attention", "spec": "spec_decode", "quant": "quant", "moe": "moe"}
-SMALL_KINDS = {"policy": "sched/policies", "sink": "metrics/sinks", "workload": "bench/workloads"}
+SMALL_KINDS = {
+    "draft_length": "runner/draft_lengths",
+    "policy": "sched/policies",
+    "sink": "metrics/sinks",
+    "workload": "bench/workloads",
+}
 KINDS = (*FOLDER_OF_KIND, *SMALL_KINDS)
 CONTRACTS = {
     "attention": "Attention",
     "spec": "Proposer",
     "quant": "Quant",
     "moe": "Moe",
+    "draft_length": "DraftLength",
     "policy": "Policy",
     "sink": "Sink",
     "workload": "Workload",
 }
-OPTIONS_OF = {kind: kind for kind in FOLDER_OF_KIND} | {"workload": "workload", "policy": "scheduler.policy_options"}
+OPTIONS_OF = {kind: kind for kind in (*FOLDER_OF_KIND, "draft_length", "workload")} | {"policy": "scheduler.policy_options"}
 RESERVED = "auto"  # what a user writes to let the capabilities decide
 ENTRY_POINT_GROUP = "lab.plugins"
 CONF_ENTRY_POINT_GROUP = "lab.conf"

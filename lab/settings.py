@@ -39,6 +39,7 @@ class CacheSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto"
     scales: str = "auto"  # of a quantized cache: auto, token_head, checkpoint, one, or a file of `lab calibrate`
     enable_prefix_caching: bool = True
+    free_behind_window: bool = True
     hash_algo: Literal["blake2b", "sha256"] = "blake2b"
 
     def __post_init__(self) -> None:
@@ -149,6 +150,7 @@ class Settings:
     debug: DebugSettings = field(default_factory=DebugSettings)
     attention: PluginChoice = field(default_factory=PluginChoice)
     spec: PluginChoice = field(default_factory=lambda: PluginChoice("none"))
+    draft_length: PluginChoice = field(default_factory=lambda: PluginChoice("batch"))
     quant: PluginChoice = field(default_factory=PluginChoice)
     moe: PluginChoice = field(default_factory=PluginChoice)
     workload: PluginChoice = field(default_factory=lambda: PluginChoice("prompts"))

@@ -70,9 +70,10 @@ class Request:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
 
     # written by the block manager
-    block_ids: list[int] = field(default_factory=list)  # the block table; append-only while running
+    block_ids: list[int] = field(default_factory=list)  # the block table, of several groups as lab.kv.grouped has it
     block_hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of token_ids
     num_registered: int = 0  # leading full blocks that are in the prefix cache
+    kept_from: list[int] = field(default_factory=list)  # of each kind of KV groups: its first block that is not given back
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -100,7 +101,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     eos_ids: frozenset[int]
-    block_ids: list[int]
+    block_ids: list[int]  # of several KV groups side by side, -1 for what a group does not keep (lab.kv.grouped)
     num_computed: int  # tokens already in the cache (prefix hit)
 
 
@@ -168,7 +169,8 @@ class StepResult:
     ms: float  # execution time in the runner
     mode: str = "none"  # dispatch mode: none | piecewise | full
     padded_to: int = 0  # tokens the model ran on, padding included
-    draft_ms: float = 0.0
+    draft_ms: float = 0.0  # of it, proposing drafts
+    num_tokens: int = 0  # computed, padding not counted: fewer than planned where drafts were counted that were not made
 
 
 @dataclass(slots=True)  # one a row and step: frozen would double what it costs to make one

@@ -19,6 +19,9 @@ COUNT_LOGPROB_NEXT = -0.02092
 COUNT_LOGPROB_OTHER = -8.02066
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+GEMMAS = ("gemma2", "gemma3_text")  # sliding and full layers, of windows much shorter than the golden tests' prompts
+
+GEMMA3_LAYERS = ("sliding", "sliding", "full", "sliding", "sliding")
 
 # Each message is one role letter, the content and a slash; the generation prompt is the assistant's letter.
 CHAT_TEMPLATE = (
@@ -32,6 +35,8 @@ _HF_NAMES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
@@ -54,6 +59,12 @@ def mix(folder: Path, architecture: str = "llama", seed: int = 0, **config_overr
     config = _config(architecture, config_overrides)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in _shapes(architecture, config).items()}
+    if architecture in GEMMAS:
+        weights["model.embed_tokens.weight"] /= config["hidden_size"] ** 0.5  # they are multiplied by that
+        weights["model.norm.weight"] *= 3.0  # the head is the embedding, which gives small logits
+        for name, weight in weights.items():
+            if name.endswith("norm.weight"):
+                weight -= 1  # they are kept less one
     return _write(folder, config, weights)
 
 
@@ -127,6 +138,19 @@ def _config(architecture: str, overrides: dict[str, Any]) -> dict[str, Any]:
         config["sliding_window"] = None
     if architecture == "qwen3":
         config["head_dim"] = 32  # more than hidden_size / heads, as in the real ones
+    if architecture in GEMMAS:
+        del config["hidden_act"]
+        config |= {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 32, "query_pre_attn_scalar": 24}
+        config |= {"tie_word_embeddings": True, "sliding_window": 12}
+    if architecture == "gemma2":
+        config |= {"num_hidden_layers": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+    if architecture == "gemma3_text":
+        config |= {"num_hidden_layers": 5, "layer_types": [f"{kind}_attention" for kind in GEMMA3_LAYERS]}
+        del config["rope_theta"]
+        config["rope_parameters"] = {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        }
     return config | overrides
 
 
@@ -157,7 +181,10 @@ def _shapes(architecture: str, config: dict[str, Any]) -> dict[str, tuple[int, .
                 shapes[f"{at}self_attn.{name}.bias"] = (rows,)
         if config.get("attention_bias"):
             shapes[at + "self_attn.o_proj.bias"] = (hidden,)
-        if architecture == "qwen3":
+        if architecture in GEMMAS:
+            shapes[at + "pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[at + "post_feedforward_layernorm.weight"] = (hidden,)
+        if architecture in ("qwen3", "gemma3_text"):
             shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (head_dim,)
         if config.get("mlp_bias"):
             shapes[at + "mlp.gate_proj.bias"] = shapes[at + "mlp.up_proj.bias"] = (inner,)

@@ -59,13 +59,15 @@ MAY_IMPORT = {
     "sample": LEAVES | {"sample"},
     "model": LEAVES | {"registry", "model"},
     "compile": LEAVES | {"model", "compile"},
-    "runner": LEAVES | {"registry", "kv", "model", "sample", "compile", "runner"},
+    "runner": LEAVES | {"api", "registry", "kv", "model", "sample", "compile", "runner"},
     "metrics": LEAVES | {"api", "registry", "model", "metrics"},
     "engine": LEAVES | {"registry", "config", "kv", "sched", "model", "sample", "compile", "runner", "metrics", "engine"},
     "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},
+    "train": LEAVES | {"registry", "engine", "model", "bench", "train"},
     "checks": LEAVES | {"registry", "kv", "sched", "model", "sample", "runner", "engine", "checks"},
     "report": LEAVES | {"metrics", "report"},
-    "cli": LEAVES | {"plugin_source", "registry", "config", "engine", "model", "metrics", "bench", "checks", "report", "cli"},
+    "cli": LEAVES
+    | {"plugin_source", "registry", "config", "engine", "model", "metrics", "bench", "train", "checks", "report", "cli"},
     "__main__": {"errors", "config", "registry", "cli"},
     "__init__": {"errors", "sampling_params", "engine"},
 }

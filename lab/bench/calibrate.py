@@ -24,7 +24,7 @@ log = logging.getLogger("lab")
 def calibrate(settings: Settings, path: Path, *, per_head: bool) -> dict[str, Any]:
     """Write the ranges of the settings' model over their workload to `path`.
 
-    The model runs eagerly and its cache is not quantized, whatever the settings say.
+    The model runs eagerly, its cache is not quantized and every layer has its own, whatever the settings say.
 
     Returns:
         What the file is about: path, model, num_layers, num_tokens.
@@ -37,7 +37,7 @@ def calibrate(settings: Settings, path: Path, *, per_head: bool) -> dict[str, An
     workload = resolved.make(settings.seed)
     plain = replace(
         settings,
-        cache=replace(settings.cache, dtype="auto", scales="auto"),
+        cache=replace(settings.cache, dtype="auto", scales="auto", free_behind_window=False),
         compile=CompileSettings(mode="none", cudagraph_mode="none"),
     )
     stack = build_stack(plain, clock=time.monotonic)

@@ -53,6 +53,26 @@ def check_drafts(entry: Entry, options: Any) -> None:
         compare(entry, options, Case(rows, head_dim=_dim(entry)))
 
 
+def check_shared_prefixes(entry: Entry, options: Any) -> None:
+    """Rows that begin with the same blocks, in several groups and in groups within groups: each sees these and its own."""
+    features = entry.capabilities.features
+    few = 4 if "spec_verify" in features else 1
+    rows = ((320, 1), (0, 20), (300, 1), (70, few), (288, 33), (100, 1), (319, 1), (96, few), (65, 1), (290, 2 * few), (400, 1))
+    prefixes = (((0, 2, 4, 6, 9, 10), 64), ((3, 7, 8), 64), ((2, 4, 6, 10), 288), ((6, 10), 304))
+    case = Case(rows, prefixes=prefixes, head_dim=_dim(entry))
+    backwards = tuple((tuple(len(rows) - 1 - row for row in some), num_tokens) for some, num_tokens in prefixes)
+    cases = [replace(case, rows=rows[::-1], prefixes=backwards)]
+    cases += [replace(case, dtype=dtype, num_padding=2) for dtype in dtypes_of(entry)]
+    if "gqa" in features:
+        cases += [replace(case, num_heads=group, num_kv_heads=1) for group in range(1, 17)]
+    if "sliding_window" in features:
+        cases += [replace(case, sliding_window=window) for window in (1, 50, 330, 10_000)]
+    if "softcap" in features:
+        cases.append(replace(case, softcap=2.0))
+    for each in cases:
+        compare(entry, options, each)
+
+
 def check_head_groups(entry: Entry, options: Any) -> None:
     """Query heads per KV head: 1 (all heads their own), and if declared 2 to 16 (GQA), and one KV head for all (MQA)."""
     groups = range(1, 17) if "gqa" in entry.capabilities.features else (1,)
@@ -153,6 +173,7 @@ def check_quantized_cache(entry: Entry, options: Any) -> None:
     for kv_dtype, kv_scales, dtype in itertools.product(declared, kinds, dtypes_of(entry)):
         case = Case(rows, head_dim=_dim(entry), dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, num_padding=2)
         compare(entry, options, case)
+        compare(entry, options, replace(case, prefixes=(((7, 1, 2, 5), 64), ((1, 7), 96))))
 
 
 def check_quantized_export_and_load(entry: Entry, options: Any) -> None:
@@ -190,9 +211,22 @@ def check_lse(entry: Entry, options: Any) -> None:
     """If declared: `attend_lse` gives attend's outputs, and the logsumexp of the scores that each query sees."""
     _ask_for(entry, "lse")
     rows = ((40, 1), (0, 19), (17, 20), (255, 2))
-    window = 16 if "sliding_window" in entry.capabilities.features else None
-    for sliding_window in {None, window}:
-        compare(entry, options, Case(rows, head_dim=_dim(entry), num_padding=3, sliding_window=sliding_window), lse=True)
+    case = Case(rows, head_dim=_dim(entry), num_padding=3)
+    cases = [case, replace(case, prefixes=(((3, 0), 32),))]
+    if "sliding_window" in entry.capabilities.features:
+        cases.append(replace(case, sliding_window=16))
+    for each in cases:
+        compare(entry, options, each, lse=True)
+
+
+def check_operators(entry: Entry, options: Any) -> None:
+    """If the work comes down to operators on the CPU: called one after another, they give what `write` and `attend` give."""
+    case = Case(((40, 1), (0, 19), (17, 20), (255, 2)), head_dim=_dim(entry), num_padding=3)
+    cpu = torch.device("cpu")
+    if cpu not in devices_of(entry) or make_backend(entry, options, spec_of(case, cpu)).operators() is None:
+        raise NotDeclared("no operators on the CPU")
+    for dtype in dtypes_of(entry):
+        compare(entry, options, replace(case, dtype=dtype), by_operators=True)
 
 
 def check_batch_invariance(entry: Entry, options: Any) -> None:

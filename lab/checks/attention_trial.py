@@ -34,20 +34,26 @@ class Case:
     kv_scales: str = "none"
     num_padding: int = 0  # tokens with slot -1 after the last row
     num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
+    prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
     batch_invariant: bool = False
     sinks: bool = False
 
 
-def compare(entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False) -> None:
-    """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition."""
+def compare(
+    entry: Entry, options: Any, case: Case, reuse_of: Case | None = None, *, lse: bool = False, by_operators: bool = False
+) -> None:
+    """Run the case on every declared device in a poisoned, shuffled pool and hold the outputs against the definition.
+
+    Operators are for the CPU alone.
+    """
     case = replace(case, block_size=max(case.block_size, entry.capabilities.block_multiple))
     if case.dtype not in dtypes_of(entry):
         case = replace(case, dtype=dtypes_of(entry)[0])
-    for device in devices_of(entry):
+    for device in [device for device in devices_of(entry) if device.type == "cpu" or not by_operators]:
         backend = make_backend(entry, options, spec_of(case, device))
         reuse = backend.plan(Trial(reuse_of, device, seed=5).batch) if reuse_of else None
         trial = Trial(case, device, seed=0)
-        trial.run(backend, reuse, lse=lse)
+        trial.run(backend, reuse, lse=lse, by_operators=by_operators)
 
 
 class Trial:
@@ -69,9 +75,10 @@ class Trial:
         needs = [-(-n // case.block_size) for n in totals]
         self.num_blocks = sum(needs) + 3
         # block 0, which the tables of padding rows name, is nobody's
-        order = np.append(1 + np.random.default_rng(seed).permutation(self.num_blocks - 1), 0)
+        order = 1 + np.random.default_rng(seed).permutation(self.num_blocks - 1)
         self.tables = np.split(order[: sum(needs)], np.cumsum(needs)[:-1])
-        self.unowned = order[sum(needs) :]
+        self._share_prefixes()
+        self.unowned = np.setdiff1d(np.arange(self.num_blocks), np.concatenate(self.tables))
         self.batch = self._batch(max(totals))
 
     def _vary(self, generator: torch.Generator) -> None:
@@ -89,6 +96,16 @@ class Trial:
                     highest_2K[half] = torch.maximum(highest_2K[half], rows[row].float().abs().amax((0, 2)))
         if case.kv_dtype is not None:
             self.scales_2K = highest_2K / _largest(case.kv_dtype)
+
+    def _share_prefixes(self) -> None:
+        """The blocks of the first row of each prefix, whole ones, take the place of the others', with what is in them."""
+        size = self.case.block_size
+        for (first, *others), num_tokens in self.case.prefixes:
+            num_blocks = num_tokens // size
+            for row in others:
+                self.tables[row][:num_blocks] = self.tables[first][:num_blocks]
+                for of_rows in (self.keys, self.values):
+                    of_rows[row][: num_blocks * size] = of_rows[first][: num_blocks * size]
 
     def _batch(self, longest: int) -> Batch:
         case = self.case
@@ -136,7 +153,7 @@ class Trial:
                 slots = table[positions // case.block_size] * case.block_size + positions % case.block_size
                 backend.write(k_SKH[:before].to(device), v_SKH[:before].to(device), kv, torch.from_numpy(slots).to(device))
 
-    def run(self, backend: Attention, reuse: Any, *, lse: bool = False) -> None:
+    def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
         """Attend, and judge all that came of it."""
         case, device = self.case, self.device
         kv = self.poisoned(backend)
@@ -147,12 +164,17 @@ class Trial:
         if reuse is not None and plan is not reuse:
             raise CheckFailed("plan(batch, reuse) returned another plan; a captured graph would go on reading the old one")
         out_TNH = torch.full_like(self.q_TNH, float("nan")).to(device)
-        backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
-        if lse:
-            lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
-            backend.attend_lse(self.q_TNH.to(device), kv, plan, out_TNH, lse_TN)
+        given = {"q": self.q_TNH.to(device), "k": k_TKH, "v": v_TKH, "kv": kv, "slots": self.batch.slots_T, "out": out_TNH}
+        if by_operators:
+            for call in backend.operators():
+                call.operator(*(given[name] if name in given else getattr(plan, name) for name in call.arguments))
         else:
-            backend.attend(self.q_TNH.to(device), kv, plan, out_TNH)
+            backend.write(k_TKH, v_TKH, kv, self.batch.slots_T)
+            if lse:
+                lse_TN = torch.full(out_TNH.shape[:2], float("nan"), device=device)
+                backend.attend_lse(given["q"], kv, plan, out_TNH, lse_TN)
+            else:
+                backend.attend(given["q"], kv, plan, out_TNH)
         if case.kv_scales != "none":
             self.read_back(backend, kv)
         if lse:

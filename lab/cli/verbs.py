@@ -165,6 +165,24 @@ A single folder gets its report itself; several get a folder `report`, or that o
 """,
             (Flag(("--out",), "out", "the folder to write into", "FOLDER"),),
         ),
+        Verb(
+            "train-draft",
+            "Train an EAGLE or Medusa head for a model, to draft tokens with.",
+            "lab.cli.train_draft:train_draft",
+            "train-draft --out=FOLDER [flags] [train.NAME=VALUE ...] [overrides]",
+            """
+Lets the model answer the prompts of a workload, keeps the answers in the folder, and trains the head on them, for as long as
+the target's hidden states are there: they are made batch by batch and not stored.
+  lab train-draft --out=head workload.path=prompts.jsonl train.draft_vocab=8192 train.steps=2000
+  lab run +spec=eagle spec.head=head
+With train.data=FILE it learns from texts instead: JSON lines of {"text": ...}, or of answers that were kept before.
+The head is written in the published format of its kind (train.kind=eagle3 | eagle | medusa), with train.json beside it: its
+acceptance by draft position on texts that it did not see. Stopped and called again, it goes on where it was.
+
+Options: train.NAME with the names, defaults and comments of lab/train/options.py.
+""",
+            (CONFIG_DIR, Flag(("--out",), "out", "the folder to write", "FOLDER")),
+        ),
         Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
     )
 }

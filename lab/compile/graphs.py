@@ -7,7 +7,7 @@ around it, which shapes, which inputs, which plans, has no device in it and is t
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lab.compile.dispatch import BatchKey, Dispatcher
-from lab.compile.program import AttentionCall, Executable, attend
+from lab.compile.executable import Executable, attend
+from lab.compile.program import AttentionCall
 from lab.context import ForwardContext, forward_context
 from lab.contracts.attention import Attention
 from lab.types import Watch
@@ -46,15 +47,18 @@ class DirectForward:
     """Calls the model, or its compiled forms, with each step's own tensors.
 
     Args:
+        backends: of each attention layer. Layers of different KV groups never share one: each is planned for its own.
         forms: the callable of each mode. `none` must be among them and stands in where the others are missing.
+        group_of: the KV group of each layer, by default one for all.
     """
 
     num_graphs = 0
 
-    def __init__(self, backends: list[Attention], forms: dict[str, Model]) -> None:
+    def __init__(self, backends: list[Attention], forms: dict[str, Model], group_of: Sequence[int] = ()) -> None:
         self.backends = backends
         self.forms = forms
-        self._distinct = list(dict.fromkeys(backends))
+        self.group_of = tuple(group_of) or (0,) * len(backends)
+        self._distinct = dict(zip(backends, self.group_of, strict=True))  # and the group that each plans for
 
     def run(self, key: BatchKey, batch: "Batch", kv: list[torch.Tensor]) -> torch.Tensor:
         model = self.forms.get(key.mode) or self.forms["none"]
@@ -77,12 +81,14 @@ class DirectForward:
     def plans(self, batch: "Batch", reuse: list[Any] | None) -> list[Any]:
         """A plan for each distinct backend; with `reuse` the earlier ones, filled anew."""
         if reuse is None:
-            return [backend.plan(batch) for backend in self._distinct]
-        return [backend.plan(batch, plan) for backend, plan in zip(self._distinct, reuse, strict=True)]
+            return [backend.plan(batch.of_group(group)) for backend, group in self._distinct.items()]
+        pairs = zip(self._distinct.items(), reuse, strict=True)
+        return [backend.plan(batch.of_group(group), plan) for (backend, group), plan in pairs]
 
     def context(self, batch: "Batch", kv: list[torch.Tensor], plans: list[Any]) -> ForwardContext:
         of_backend = dict(zip(map(id, self._distinct), plans, strict=True))
-        return ForwardContext(batch, self.backends, [of_backend[id(backend)] for backend in self.backends], kv)
+        batches = [batch.of_group(group) for group in self.group_of] if batch.others else [batch] * len(self.backends)
+        return ForwardContext(batches, self.backends, [of_backend[id(backend)] for backend in self.backends], kv)
 
 
 class GraphRuntime(Protocol):

@@ -23,7 +23,7 @@ from lab.settings import CompileSettings
 
 if TYPE_CHECKING:
     from lab.compile.compiler import Form, TracedPlugin
-    from lab.compile.program import Executable
+    from lab.compile.executable import Executable
     from lab.runner.batch import BatchBuilder
 
 log = logging.getLogger("lab")
@@ -57,6 +57,7 @@ def compile_for_run(
     max_rows: int,
     max_tokens: int,
     num_drafts: int,
+    group_of: Sequence[int] = (),
 ) -> Compiled:
     """Compile what the settings ask for. Raises UserError when a mode asked for by name cannot be had."""
     mode = settle_mode(settings.mode, device)
@@ -64,14 +65,16 @@ def compile_for_run(
     dispatcher = _dispatcher(settings, device, backends, mode == "piecewise", max_rows, max_tokens, uniform_q)
     forms: dict[str, Any] = {"none": model}
     if mode == "none":
-        return Compiled(DirectForward(backends, forms), None, dispatcher, mode, 0.0, 0, False)
+        return Compiled(DirectForward(backends, forms, group_of), None, dispatcher, mode, 0.0, 0, False)
     from lab.compile.compiler import compile_forward  # the compiler's imports are not needed otherwise
 
     found = compile_forward(model, config, device, _forms_needed(dispatcher, device), plugins, _cache(settings))
     pieces, whole = found.forwards.get("pieces"), found.forwards.get("whole")
     forms = {"none": pieces or whole, "piecewise": pieces, "full": whole}
     forms = {name: form for name, form in forms.items() if form is not None}
-    return Compiled(DirectForward(backends, forms), pieces, dispatcher, mode, found.seconds, found.num_units, found.from_cache)
+    return Compiled(
+        DirectForward(backends, forms, group_of), pieces, dispatcher, mode, found.seconds, found.num_units, found.from_cache
+    )
 
 
 def settle_mode(asked: str, device: torch.device) -> str:

@@ -35,6 +35,15 @@ class AttentionSpec:
     has_sinks: bool = False  # the softmax has one more term for each query head, a logit of the layer's: see Attention
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator of torch.ops that returns nothing, and its arguments by name: q, k, v, out, slots, kv, or a field of the
+    plan that holds a tensor."""
+
+    operator: "torch._ops.OpOverload"
+    arguments: tuple[str, ...]
+
+
 class Attention(ABC):
     """Paged attention over a cache whose layout is the plugin's own.
 
@@ -95,6 +104,12 @@ class Attention(ABC):
 
         Writes into out_TNH. The outputs of padding tokens must be finite.
         """
+
+    def operators(self) -> Sequence[OperatorCall] | None:
+        """What `write` and then `attend` do on the CPU, if it is no more than calls of operators: a compiled step then runs
+        them without Python. None: it is more.
+        """
+        return None
 
     def attend_lse(
         self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor", lse_TN: "torch.Tensor"

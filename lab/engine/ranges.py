@@ -10,7 +10,10 @@ from lab.kv.scales import Ranges
 
 
 class RangeWatch:
-    """Watches what an engine writes into its KV cache, from now on. The engine must run no captured graphs."""
+    """Watches what an engine writes into its KV cache, from now on.
+
+    The engine must run no captured graphs, and no two of its layers may share a tensor.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._model = engine.facts.model_name

@@ -1,16 +1,6 @@
-"""Which block of the KV pool belongs to whom: allocation, sharing, the prefix cache and its eviction. Torch-free.
+"""Which block of the KV pool belongs to whom: allocation, sharing, and the prefix cache. Torch-free.
 
-A block is in use when at least one request has it in its block table (its reference count), and free otherwise. A free
-block may still hold contents under a digest, which a later request can hit: it leaves the free list in O(1). Eviction
-is lazy: a free block keeps its digest until it is handed out for other contents, and at that moment the digest leaves
-the lookup table. So `num_free` counts evictable blocks too, and at idle every block is free.
-
-Order of the free list, which is the order of reuse: blocks without a digest first (there is nothing to lose), then
-cached ones by the time they were freed, the last block of a sequence before its first (a prefix is worth more than what
-comes after it).
-
-Two blocks may fill with the same contents, when two requests computed them side by side. The one that was registered
-first stays in the lookup table; the other keeps no digest, serves its own request only and is reused first once free.
+How blocks are kept, shared and evicted is the business of the pool (`lab.kv.pool`).
 
 Blocks are registered by their contents to be, when the step that fills them is planned: attention writes the keys and
 values of all tokens of a step before it reads any, and steps execute in order.
@@ -19,23 +9,11 @@ values of all tokens of a step before it reads any, and steps execute in order.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lab.kv.pool import BlockPool
 from lab.kv.prefix import BlockHasher, Key
 from lab.types import Request
 
-_NO_IDS: list[int] = []  # what nearly every row gets in nearly every step: one list for all, never written to
-
-
-class Block:
-    """One block of the pool. `prev` and `next` link it into the free list while `num_refs` is 0."""
-
-    __slots__ = ("digest", "id", "next", "num_refs", "prev")
-
-    def __init__(self, id: int) -> None:
-        self.id = id
-        self.num_refs = 0
-        self.digest: bytes | None = None  # what it is found by in the lookup table; None when it is not in there
-        self.prev: Block = self
-        self.next: Block = self
+NO_IDS: list[int] = []  # what nearly every row gets in nearly every step: one list for all, never written to
 
 
 @dataclass(slots=True)
@@ -54,8 +32,8 @@ class PrefixCacheStats:
         return self.hits / self.queries if self.queries else 0.0
 
 
-class BlockManager:
-    """The only writer of block ids, reference counts, digests and the free list.
+class BlockManager(BlockPool):
+    """The pool, with the block tables of the requests: the only writer of those.
 
     Args:
         num_blocks: blocks in the pool. None is set aside: padding uses slot -1.
@@ -64,6 +42,7 @@ class BlockManager:
             fork_group share, and only their prompt's blocks.
         hash_algo: see `lab.kv.prefix.ALGORITHMS`.
         extra_keys: what the contents of every block depend on beside the tokens, e.g. the KV dtype.
+        lookahead: how many tokens past its own the contents of a block depend on.
     """
 
     def __init__(
@@ -74,33 +53,27 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         hash_algo: str = "blake2b",
         extra_keys: tuple[Key, ...] = (),
+        lookahead: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_free = num_blocks
-        self.peak_used = 0
         self.stats = PrefixCacheStats()
-        self._hasher = BlockHasher(block_size, hash_algo, extra_keys)
-        self._blocks = [Block(i) for i in range(num_blocks)]
-        self._cached: dict[bytes, Block] = {}
-        self._free = Block(-1)  # sentinel of the circular free list: next is reused first, prev last
-        for block in self._blocks:
-            self._link_before(self._free, block)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that a request could hit, in use or not."""
-        return len(self._cached)
+        self._lookahead = lookahead
+        self._hasher = BlockHasher(block_size, hash_algo, extra_keys, lookahead)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """The most blocks that a request of up to so many tokens holds at a time."""
         return -(-num_tokens // self.block_size)
+
+    def wanted(self, num_tokens: int, block_ids: list[int]) -> int:
+        """How many blocks beside those of its table a request may take until so many of its tokens are computed."""
+        return self.blocks_for(num_tokens) - len(block_ids)
+
+    def tokens_in(self, block_ids: list[int]) -> int:
+        """How many tokens a table of full blocks stands for."""
+        return len(block_ids) * self.block_size
 
     def match(self, request: Request) -> list[int]:
         """The blocks of the longest cached prefix of the request's tokens; nothing is taken or counted yet.
@@ -109,21 +82,10 @@ class BlockManager:
         """
         if request.params.prompt_logprobs is not None or not self._shares(request):
             return []
-        limit = (len(request.token_ids) - 1) // self.block_size
+        limit = (len(request.token_ids) - max(1, self._lookahead)) // self.block_size
         if not self.enable_prefix_caching:
-            limit = min(limit, request.num_prompt // self.block_size)
-        found: list[int] = []
-        for digest in self._digests(request, limit)[:limit]:
-            block = self._cached.get(digest)
-            if block is None:
-                break
-            found.append(block.id)
-        return found
-
-    def num_free_without(self, block_ids: list[int]) -> int:
-        """How many blocks would be free once these have been taken."""
-        blocks = self._blocks
-        return self.num_free - sum(1 for i in block_ids if blocks[i].num_refs == 0)
+            limit = min(limit, (request.num_prompt - self._lookahead) // self.block_size)
+        return self._find(self._digests(request, limit)[:limit])
 
     def admit(self, request: Request, hit_ids: list[int], num_tokens: int) -> None:
         """Give the request its block table: the blocks that `match` found, then new ones up to `num_tokens` tokens.
@@ -131,16 +93,12 @@ class BlockManager:
         The caller has made sure that enough are free (`num_free_without`).
         """
         assert not request.block_ids, f"request {request.id} has blocks already"
-        for block_id in hit_ids:
-            block = self._blocks[block_id]
-            if block.num_refs == 0:
-                self._unlink(block)
-            block.num_refs += 1
-        request.block_ids = list(hit_ids)
-        request.num_registered = len(hit_ids)
+        self._begin(request, hit_ids)
+        num_hit = self.tokens_in(hit_ids)
+        request.num_registered = num_hit // self.block_size
         if self.enable_prefix_caching and request.params.prompt_logprobs is None and request.num_preemptions == 0:
             self.stats.queries += request.num_prompt
-            self.stats.hits += len(hit_ids) * self.block_size
+            self.stats.hits += num_hit
         new_ids = self.extend(request, num_tokens)
         assert new_ids is not None, f"request {request.id} was admitted without room for it"
 
@@ -151,24 +109,11 @@ class BlockManager:
         """
         num_new = -(-num_tokens // self.block_size) - len(request.block_ids)
         if num_new <= 0:
-            return _NO_IDS
+            return NO_IDS
         if num_new > self.num_free:
             return None
-        new_ids = []
-        block = self._free.next
-        for _ in range(num_new):
-            if block.digest is not None:
-                del self._cached[block.digest]
-                block.digest = None
-            block.num_refs = 1
-            new_ids.append(block.id)
-            block = block.next
-        self._free.next, block.prev = block, self._free  # the whole run leaves the list at once
-        self.num_free -= num_new
+        new_ids = self.take(num_new)
         request.block_ids += new_ids
-        used = self.num_blocks - self.num_free
-        if used > self.peak_used:
-            self.peak_used = used
         return new_ids
 
     def register(self, request: Request) -> None:
@@ -177,28 +122,19 @@ class BlockManager:
         The first `num_computed` tokens are those computed by a step that is done, submitted or being planned; what of them
         is not in `token_ids` yet (in flight, or a draft) is left out until it is known.
         """
-        num_computed, num_known = request.num_computed, len(request.token_ids)
+        num_computed, num_known = request.num_computed, len(request.token_ids) - self._lookahead
         num_full = (num_computed if num_computed < num_known else num_known) // self.block_size
         if num_full <= request.num_registered or not self._shares(request):
             return
         if not self.enable_prefix_caching:
-            num_full = min(num_full, request.num_prompt // self.block_size)
-        digests = self._digests(request, num_full)
-        for i in range(request.num_registered, num_full):
-            if digests[i] not in self._cached:
-                block = self._blocks[request.block_ids[i]]
-                self._cached[digests[i]] = block
-                block.digest = digests[i]
-        request.num_registered = max(num_full, request.num_registered)
+            num_full = min(num_full, (request.num_prompt - self._lookahead) // self.block_size)
+        if num_full > request.num_registered:
+            self._enter(request, self._digests(request, num_full), num_full)
+            request.num_registered = num_full
 
     def free(self, request: Request) -> None:
         """Take the request's blocks back. What is cached in them can be hit until they are reused."""
-        for block_id in reversed(request.block_ids):
-            block = self._blocks[block_id]
-            block.num_refs -= 1
-            if block.num_refs == 0:
-                self._link_before(self._free.next if block.digest is None else self._free, block)
-                self.num_free += 1
+        self.put_back(request.block_ids)
         request.block_ids = []
         request.num_registered = 0
 
@@ -206,9 +142,7 @@ class BlockManager:
         """Forget all cached contents. False, and nothing is changed, while any block is in use."""
         if self.num_used:
             return False
-        self._cached.clear()
-        for block in self._blocks:
-            block.digest = None
+        self.forget_cached()
         return True
 
     def check_integrity(self, requests: Iterable[Request] | None = None) -> None:
@@ -217,28 +151,39 @@ class BlockManager:
         Args:
             requests: all requests that have blocks, to compare the reference counts with; None skips that.
         """
-        seen = set()
-        block = self._free.next
-        while block is not self._free:
-            assert block.id not in seen, f"block {block.id} is in the free list twice"
-            assert block.next.prev is block and block.prev.next is block, f"block {block.id} is linked wrongly"
-            seen.add(block.id)
-            block = block.next
-        assert len(seen) == self.num_free, f"{len(seen)} blocks in the free list, {self.num_free} counted"
-        assert self.num_used <= self.peak_used, f"{self.num_used} blocks in use, peak {self.peak_used}"
-        for block in self._blocks:
-            assert (block.num_refs == 0) == (block.id in seen), f"block {block.id} with {block.num_refs} references"
-            cached = block.digest is not None and self._cached.get(block.digest) is block
-            assert cached or block.digest is None, f"block {block.id} has a digest that does not lead to it"
-        with_digest = sum(1 for block in self._blocks if block.digest is not None)
-        assert with_digest == len(self._cached), f"{with_digest} blocks with a digest, {len(self._cached)} in the table"
+        self.check_pool()
         if requests is not None:
             num_refs = [0] * self.num_blocks
             for request in requests:
-                assert len(set(request.block_ids)) == len(request.block_ids), f"request {request.id} has a block twice"
-                for block_id in request.block_ids:
+                held = self._held(request)
+                assert len(set(held)) == len(held), f"request {request.id} has a block twice"
+                for block_id in held:
                     num_refs[block_id] += 1
             assert num_refs == [block.num_refs for block in self._blocks], "reference counts and block tables differ"
+
+    def _find(self, digests: list[bytes]) -> list[int]:
+        """The table of the longest prefix of blocks with these digests that is cached."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            found.append(block.id)
+        return found
+
+    def _begin(self, request: Request, hit_ids: list[int]) -> None:
+        """Make the blocks that `match` found the request's table."""
+        self.share(hit_ids)
+        request.block_ids = list(hit_ids)
+
+    def _enter(self, request: Request, digests: list[bytes], num_full: int) -> None:
+        """Put the request's blocks from `num_registered` on, up to `num_full`, into the lookup table."""
+        for i in range(request.num_registered, num_full):
+            self.enter(digests[i], request.block_ids[i])
+
+    def _held(self, request: Request) -> list[int]:
+        """The blocks that the request has a reference to."""
+        return request.block_ids
 
     def _shares(self, request: Request) -> bool:
         return self.enable_prefix_caching or request.fork_group is not None
@@ -251,15 +196,5 @@ class BlockManager:
                 parent = digests[-1]
             else:  # siblings have common contents anyhow: their key is needed only where nothing else may be shared
                 parent = self._hasher.root(request.cache_salt, None if self.enable_prefix_caching else request.fork_group)
-            digests += self._hasher.chain(parent, request.token_ids[len(digests) * size : num_blocks * size])
+            digests += self._hasher.chain(parent, request.token_ids[len(digests) * size : num_blocks * size + self._lookahead])
         return digests
-
-    def _unlink(self, block: Block) -> None:
-        block.prev.next, block.next.prev = block.next, block.prev
-        self.num_free -= 1
-
-    @staticmethod
-    def _link_before(place: Block, block: Block) -> None:
-        block.prev, block.next = place.prev, place
-        place.prev.next = block
-        place.prev = block

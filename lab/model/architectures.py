@@ -1,10 +1,10 @@
 """Which models lab can run: one table from the names in config.json to what sets them apart. Torch-free.
 
-All of them are pre-norm decoders with rotary positions, grouped query attention and a SwiGLU feed-forward layer; what
+All of them are pre-norm decoders with rotary positions, grouped query attention and a gated feed-forward layer; what
 differs between them is data, so that one implementation (`lab.model.decoder`) serves them all.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.errors import UserError, unknown
@@ -23,6 +23,12 @@ class Architecture:
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
     rope_aliases: dict[str, str] = field(default_factory=dict)
     partial_rotary: bool = False  # partial_rotary_factor applies to the default rope as well
+    activation: str = "silu"  # of the gate, in the words of config.json
+    full_every: int = 0  # every so many layers one sees all tokens and the others a window, unless layer_types says otherwise
+    output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
+    norm_offset: bool = False  # norms multiply by one more than the checkpoint's weight
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of their size
+    local_theta: float | None = None  # layers with a window have a rope of their own, of this base by default
 
 
 _LLAMA = Architecture("llama", defaults={"max_position_embeddings": 2048, "eos_token_id": 2})
@@ -53,12 +59,49 @@ _PHI3 = Architecture(
     partial_rotary=True,
 )
 
+_GEMMA2 = Architecture(
+    "gemma2",
+    defaults={
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    activation="gelu_pytorch_tanh",
+    full_every=2,
+    output_norms=True,
+    norm_offset=True,
+    scaled_embedding=True,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    name="gemma3_text",
+    defaults={name: value for name, value in _GEMMA2.defaults.items() if name != "attn_logit_softcapping"}  # which is ignored
+    | {"vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None, "rope_theta": 1e6},
+    qk_norm=True,
+    full_every=6,
+    rope_kinds=frozenset({"default", "linear"}),
+    local_theta=1e4,
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Phi3ForCausalLM": _PHI3,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
 }
 OF_MODEL_TYPE = {architecture.name: hf_name for hf_name, architecture in ARCHITECTURES.items()}
 

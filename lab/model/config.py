@@ -63,6 +63,14 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     fused_checkpoint: bool = False  # the checkpoint's qkv and gate_up projections are one tensor each
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    logits_softcap: float | None = None
+    output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
+    norm_offset: bool = False  # norms multiply by one more than the checkpoint's weight
+    scaled_embedding: bool = False  # embeddings are multiplied by the root of hidden_size
+    local_rope: RopeConfig | None = None  # of the layers with a window, where they have one of their own
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json
 
     @property
@@ -83,6 +91,12 @@ def read_config(folder: Path) -> ModelConfig:
     generation_path = Path(folder) / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return _Reader(path, raw, architecture).config(_eos_ids(generation, generation_path))
+
+
+def read_config_as(architecture: str, path: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The shape in `raw`, read from `path`, as one of `architecture` whatever it calls itself. Raises as `read_config`."""
+    _, known = find_architecture({**raw, "architectures": [architecture]}, str(path))
+    return _Reader(path, raw, known).config(frozenset())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -118,14 +132,15 @@ class _Reader:
             raise self.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
         if self.value("head_dim") is None and hidden_size % num_heads:
             raise self.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
-        if (activation := self.value("hidden_act", "silu")) != "silu":
-            raise self.error("hidden_act", f"'{activation}' is not supported; {self.architecture.name} runs with 'silu'")
+        self._refuse_unsupported()
 
+        architecture = self.architecture
         head_dim = self.integer("head_dim", hidden_size // num_heads)
         num_layers = self.integer("num_hidden_layers")
         attention_bias = self.flag("attention_bias")
+        rope, local_rope = self.ropes(head_dim)
         return ModelConfig(
-            architecture=self.architecture.name,
+            architecture=architecture.name,
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.integer("intermediate_size"),
@@ -134,19 +149,43 @@ class _Reader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            rope=self.rope(head_dim),
+            rope=rope,
             max_position_embeddings=self.integer("max_position_embeddings"),
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             torch_dtype=self.dtype(),
             eos_ids=eos_ids | _eos_ids({"eos_token_id": self.value("eos_token_id")}, self.path),
             layer_windows=self.windows(num_layers),
-            qkv_bias=self.architecture.qkv_bias or attention_bias,
-            output_bias=attention_bias and not self.architecture.qkv_bias,
+            qkv_bias=architecture.qkv_bias or attention_bias,
+            output_bias=attention_bias and not architecture.qkv_bias,
             mlp_bias=self.flag("mlp_bias"),
-            qk_norm=self.architecture.qk_norm,
-            fused_checkpoint=self.architecture.fused_checkpoint,
+            qk_norm=architecture.qk_norm,
+            fused_checkpoint=architecture.fused_checkpoint,
+            activation=architecture.activation,
+            attention_scale=self.attention_scale(),
+            attention_softcap=self.softcap("attn_logit_softcapping"),
+            logits_softcap=self.softcap("final_logit_softcapping"),
+            output_norms=architecture.output_norms,
+            norm_offset=architecture.norm_offset,
+            scaled_embedding=architecture.scaled_embedding,
+            local_rope=local_rope,
             raw=self.raw,
         )
+
+    def _refuse_unsupported(self) -> None:
+        name, wanted = self.architecture.name, self.architecture.activation
+        key = "hidden_act" if wanted == "silu" else "hidden_activation"
+        if (activation := self.value(key) or wanted) != wanted:
+            raise self.error(key, f"'{activation}' is not supported; {name} runs with '{wanted}'")
+        if self.flag("use_bidirectional_attention"):
+            raise self.error("use_bidirectional_attention", "is not supported: tokens see those before them only")
+
+    def attention_scale(self) -> float | None:
+        scalar = self.value("query_pre_attn_scalar") if "query_pre_attn_scalar" in self.architecture.defaults else None
+        return None if scalar is None else self.checked_number("query_pre_attn_scalar", scalar) ** -0.5
+
+    def softcap(self, name: str) -> float | None:
+        found = self.value(name) if name in self.architecture.defaults else None
+        return None if found is None else self.checked_number(name, found)
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value of config.json, where it stands there (even as null); else the architecture's; else `default`."""
@@ -194,28 +233,49 @@ class _Reader:
         window = self.integer("sliding_window")
         if self.architecture.name == "llama":
             return (None,) * num_layers  # the key is sometimes there, and means nothing
-        if not self.architecture.window_from_layer:
+        every = self.architecture.full_every and self.integer("sliding_window_pattern", self.architecture.full_every)
+        if not self.architecture.window_from_layer and not every:
             return (window,) * num_layers
         types = self.value("layer_types")
         if types is None:
-            first = self.value("max_window_layers")
-            types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+            first = 0 if every else self.value("max_window_layers")
+            sliding = [bool((layer + 1) % every) if every else layer >= first for layer in range(num_layers)]
+            types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding]
         if len(types) != num_layers:
             raise self.error("layer_types", f"has {len(types)} entries for {num_layers} layers")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 
-    def rope(self, head_dim: int) -> RopeConfig:
-        """Rotary settings: `rope_parameters`, or the older `rope_scaling` beside a `rope_theta` of its own."""
+    def ropes(self, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+        """Rotary settings: `rope_parameters`, or the older `rope_scaling` beside a `rope_theta` of its own.
+
+        The second are those of the layers with a window, where they have their own: then `rope_parameters` has both, by kind of
+        layer, and the older spelling is for the others.
+        """
         name = "rope_scaling" if self.value("rope_scaling") else "rope_parameters"
         values = self.value(name) or {}
         if not isinstance(values, dict):
             raise self.error(name, f"must be an object, not {values!r}")
+        theta = self.value("rope_theta") or 10000.0
+        local_theta = self.architecture.local_theta
+        if local_theta is None:
+            return self.rope(name, values, theta, head_dim), None
+        both = self.value("rope_parameters") or {}
+        local = both.get("sliding_attention") or {} if isinstance(both, dict) else {}
+        if name == "rope_parameters":
+            values = values.get("full_attention") or {}
+        if not isinstance(values, dict) or not isinstance(local, dict):
+            raise self.error("rope_parameters", "must have an object for each kind of layer")
+        local_theta = self.value("rope_local_base_freq") or local_theta
+        return self.rope(name, values, theta, head_dim), self.rope("rope_parameters", local, local_theta, head_dim)
+
+    def rope(self, name: str, values: dict[str, Any], theta: Any, head_dim: int) -> RopeConfig:
+        """The rope of these values, which stand in config.json under `name`."""
         kind = values.get("rope_type", values.get("type", "default")) or "default"
         kind = self.architecture.rope_aliases.get(kind, kind)
         if kind not in self.architecture.rope_kinds:
             raise UserError(f"{self.path}: {name}: {unknown('rope type', str(kind), self.architecture.rope_kinds)}")
 
-        theta = self.checked_number("rope_theta", values.get("rope_theta") or self.value("rope_theta") or 10000.0)
+        theta = self.checked_number("rope_theta", values.get("rope_theta") or theta)
         partial = values.get("partial_rotary_factor") or self.value("partial_rotary_factor") or 1.0
         if kind == "default" and not self.architecture.partial_rotary:
             partial = 1.0

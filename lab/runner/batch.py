@@ -1,11 +1,11 @@
 """The inputs of one forward pass, gathered from the persistent rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lab.runner.buffers import HostBatch, InputBuffers
+from lab.runner.buffers import SHARED, HostBatch, HostTable, InputBuffers
 from lab.runner.rows import Rows
 
 
@@ -26,6 +26,10 @@ class Batch:
 
     Padding tokens stand after the last row: id 0, position 0, slot -1. For a captured graph the row tensors are padded too:
     rows of no tokens and no context. Arrays ending in `_cpu` are host mirrors of the tensors, of the real rows alone.
+
+    Layers that keep different parts of a row (`lab.kv.groups`) have block tables, and so slots, of their own: each sees the
+    batch of its group, which differs in `slots_T`, `blocks_RM` and `blocks_RM_cpu` alone. In a group with a sliding window the
+    entries of blocks that lie wholly behind it are of any block, with finite contents.
     """
 
     num_tokens: int  # T, padding included
@@ -42,6 +46,11 @@ class Batch:
     q_start_R1_cpu: np.ndarray
     ctx_len_R_cpu: np.ndarray
     blocks_RM_cpu: np.ndarray
+    others: "tuple[Batch, ...]" = ()  # of the first group's batch: those of the other groups
+
+    def of_group(self, group: int) -> "Batch":
+        """The batch as the layers of a KV group see it."""
+        return self.others[group - 1] if group else self
 
 
 class BatchBuilder:
@@ -86,16 +95,17 @@ class BatchBuilder:
             positions_T = np.arange(num_tokens) + np.repeat(start_R - q_start_R1[:-1], count_R)
         ctx_len_R = (start_R + count_R).astype(np.int32)
         max_ctx = int(ctx_len_R.max())
-        blocks_RM = rows.blocks_RM[row_R, : -(-max_ctx // block_size)]
-        slots_T = rows.blocks_RM[row_T, positions_T // block_size].astype(np.int64) * block_size + positions_T % block_size
+        width, number_T, offset_T = -(-max_ctx // block_size), positions_T // block_size, positions_T % block_size
         host = HostBatch(
             input_ids_T=rows.tokens_RC[row_T, positions_T],
             positions_T=positions_T,
-            slots_T=slots_T,
             q_start_R1=q_start_R1,
             ctx_len_R=ctx_len_R,
-            blocks_RM=blocks_RM,
             logits_idx_L=_logits_index(shares, q_start_R1),
+            tables=[
+                HostTable(table[row_T, number_T].astype(np.int64) * block_size + offset_T, table[row_R, :width])
+                for table in rows.tables
+            ],
         )
         return self._on_device(host, int(count_R.max()), max_ctx, padded_tokens, padded_rows)
 
@@ -110,14 +120,14 @@ class BatchBuilder:
         ctx_len_R = np.minimum(count_R, self._max_len).astype(np.int32)
         width = -(-int(ctx_len_R.max()) // self._block_size)
         positions_T = np.arange(num_tokens) - np.repeat(q_start_R1[:-1], count_R)
+        table = HostTable(np.full(num_tokens, -1, np.int64), np.zeros((len(count_R), width), np.int32))
         host = HostBatch(
             input_ids_T=np.zeros(num_tokens, np.int32),
             positions_T=np.minimum(positions_T, self._max_len - 1),
-            slots_T=np.full(num_tokens, -1, np.int64),
             q_start_R1=q_start_R1,
             ctx_len_R=ctx_len_R,
-            blocks_RM=np.zeros((len(count_R), width), np.int32),
             logits_idx_L=q_start_R1[1:].astype(np.int64) - 1,
+            tables=[table] * len(self._rows.tables),
         )
         max_q = int(count_R.max()) if is_uniform else min(num_tokens, self._max_len)
         return self._on_device(host, max_q, int(ctx_len_R.max()), 0, num_rows)
@@ -135,16 +145,21 @@ class BatchBuilder:
             tensors = self._buffers.fill(padded)
         else:
             tensors = {name: self._to_device(array) for name, array in padded.arrays().items()}
-        return Batch(
+        own = [
+            {"slots_T": tensors[f"slots_T {g}"], "blocks_RM": tensors[f"blocks_RM {g}"], "blocks_RM_cpu": table.blocks_RM}
+            for g, table in enumerate(host.tables)
+        ]
+        batch = Batch(
             num_tokens=len(padded.input_ids_T),
             num_rows=len(host.ctx_len_R),
             max_q=max_q,
             max_ctx=max_ctx,
-            **tensors,
+            **{name: tensors[name] for name in SHARED},
             q_start_R1_cpu=host.q_start_R1,
             ctx_len_R_cpu=host.ctx_len_R,
-            blocks_RM_cpu=host.blocks_RM,
+            **own[0],
         )
+        return replace(batch, others=tuple(replace(batch, **of_group) for of_group in own[1:])) if len(own) > 1 else batch
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

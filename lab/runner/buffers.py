@@ -1,27 +1,39 @@
 """The inputs of a step on the host, and the persistent buffers on the device that captured graphs read them from."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 PADDING_SLOT = -1
+SHARED = ("input_ids_T", "positions_T", "q_start_R1", "ctx_len_R", "logits_idx_L")  # the same for every KV group
+
+
+@dataclass(frozen=True, slots=True)
+class HostTable:
+    """What of a step is each KV group's own."""
+
+    slots_T: np.ndarray
+    blocks_RM: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The arrays of a `Batch`, by the same names."""
+    """The arrays of a `Batch`, by the same names; `tables` has those of each KV group."""
 
     input_ids_T: np.ndarray
     positions_T: np.ndarray
-    slots_T: np.ndarray
     q_start_R1: np.ndarray
     ctx_len_R: np.ndarray
-    blocks_RM: np.ndarray
     logits_idx_L: np.ndarray
+    tables: list[HostTable]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every array; a group's number follows the name of its own."""
+        found = {name: getattr(self, name) for name in SHARED}
+        for group, table in enumerate(self.tables):
+            found[f"slots_T {group}"], found[f"blocks_RM {group}"] = table.slots_T, table.blocks_RM
+        return found
 
     def padded(self, num_tokens: int, num_rows: int) -> "HostBatch":
         """With padding tokens (id 0, position 0, no slot) and padding rows (no tokens, no context) behind the real ones."""
@@ -31,11 +43,16 @@ class HostBatch:
         return HostBatch(
             input_ids_T=np.pad(self.input_ids_T, (0, tokens)),
             positions_T=np.pad(self.positions_T, (0, tokens)),
-            slots_T=np.pad(self.slots_T, (0, tokens), constant_values=PADDING_SLOT),
             q_start_R1=np.pad(self.q_start_R1, (0, rows), mode="edge"),
             ctx_len_R=np.pad(self.ctx_len_R, (0, rows)),
-            blocks_RM=np.pad(self.blocks_RM, ((0, rows), (0, 0))),
             logits_idx_L=self.logits_idx_L,
+            tables=[
+                HostTable(
+                    np.pad(table.slots_T, (0, tokens), constant_values=PADDING_SLOT),
+                    np.pad(table.blocks_RM, ((0, rows), (0, 0))),
+                )
+                for table in self.tables
+            ],
         )
 
 
@@ -45,16 +62,17 @@ class InputBuffers:
     A mirror is written again only after the copy that reads it is over.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
         shapes = {
             "input_ids_T": ((max_tokens,), torch.int32),
             "positions_T": ((max_tokens,), torch.int64),
-            "slots_T": ((max_tokens,), torch.int64),
             "q_start_R1": ((max_rows + 1,), torch.int32),
             "ctx_len_R": ((max_rows,), torch.int32),
-            "blocks_RM": ((max_rows, max_blocks), torch.int32),
             "logits_idx_L": ((max_tokens,), torch.int64),
         }
+        for group in range(num_groups):
+            shapes[f"slots_T {group}"] = (max_tokens,), torch.int64
+            shapes[f"blocks_RM {group}"] = (max_rows, max_blocks), torch.int32
         is_cuda = device.type == "cuda"
         self._device = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
         self._host = {name: torch.zeros(shape, dtype=dtype, pin_memory=is_cuda) for name, (shape, dtype) in shapes.items()}
@@ -68,7 +86,7 @@ class InputBuffers:
         tensors = {}
         for name, array in host.arrays().items():
             count = len(array)
-            if name == "blocks_RM":
+            if array.ndim == 2:
                 self._views[name][:count, : array.shape[1]] = array
                 self._views[name][:count, array.shape[1] :] = 0
             else:

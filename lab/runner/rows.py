@@ -9,12 +9,13 @@ class Rows:
     """Token history, block tables and progress, one row for each running request. A row keeps its place while it lives.
 
     tokens_RC holds prompt and output; drafts for the next step stand right after them, so that one gather serves both.
+    tables holds a block table blocks_RM for each KV group; where a group keeps nothing its entry is of any block.
     The host arrays are the truth; `Batch` tensors are copies made for one step.
     """
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int = 1) -> None:
         self.tokens_RC = np.zeros((max_rows, max_len), np.int32)
-        self.blocks_RM = np.zeros((max_rows, -(-max_len // block_size)), np.int32)
+        self.tables = [np.zeros((max_rows, -(-max_len // block_size)), np.int32) for _ in range(num_groups)]
         self.lengths_R = np.zeros(max_rows, np.int64)  # known tokens, drafts not counted
         self.num_computed_R = np.zeros(max_rows, np.int64)
         self.num_prompt_R = np.zeros(max_rows, np.int64)
@@ -29,6 +30,11 @@ class Rows:
     def __getitem__(self, request_id: str) -> int:
         return self._row_of[request_id]
 
+    @property
+    def blocks_RM(self) -> np.ndarray:
+        """The block table of the first group, which with one group is all there is."""
+        return self.tables[0]
+
     def add(self, new: NewRow) -> int:
         """Give a request a row and fill it."""
         row = self._free.pop()
@@ -39,7 +45,7 @@ class Rows:
         self.num_prompt_R[row] = new.num_prompt
         self.num_drafts_R[row] = 0
         self._num_blocks[row] = 0
-        self._append_blocks(row, new.block_ids)
+        self._append_blocks(row, [max(block_id, 0) for block_id in new.block_ids])
         return row
 
     def free(self, request_id: str) -> int | None:
@@ -49,10 +55,12 @@ class Rows:
             self._free.append(row)
         return row
 
-    def clear(self) -> None:
-        """Take every row back."""
-        for request_id in list(self._row_of):
-            self.free(request_id)
+    def clear(self) -> list[int]:
+        """Take every row back. Returns those that were in use."""
+        rows = list(self._row_of.values())
+        self._free += rows
+        self._row_of.clear()
+        return rows
 
     def apply(self, chunk: Chunk) -> int:
         """Take in what the scheduler sends with a chunk: new blocks, and under synchronous scheduling the drafts."""
@@ -62,6 +70,10 @@ class Rows:
         if chunk.draft_ids:
             self.set_drafts(row, chunk.draft_ids)
         return row
+
+    def num_blocks(self, row: int) -> int:
+        """How many blocks the row has."""
+        return self._num_blocks[row]
 
     def set_drafts(self, row: int, draft_ids: list[int]) -> None:
         length = int(self.lengths_R[row])
@@ -81,6 +93,9 @@ class Rows:
         self.num_drafts_R[row] = 0
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        have = self._num_blocks[row]
-        self.blocks_RM[row, have : have + len(block_ids)] = block_ids
-        self._num_blocks[row] = have + len(block_ids)
+        """`block_ids`: those of all groups side by side."""
+        have, width = self._num_blocks[row], len(self.tables)
+        end = have + len(block_ids) // width
+        for group, blocks_RM in enumerate(self.tables):
+            blocks_RM[row, have:end] = block_ids[group::width]
+        self._num_blocks[row] = end

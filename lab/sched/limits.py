@@ -17,6 +17,15 @@ def max_len(request: Request, max_model_len: int) -> int:
     return max_model_len if max_tokens is None else min(request.num_prompt + max_tokens, max_model_len)
 
 
+def reach(settings: SchedulerSettings, num_drafts: int) -> int:
+    """The most positions from the first that a row's next step may begin at to the last that it may compute.
+
+    A step that decodes may begin at the last token that is known, while one before it, of as many positions, is in flight.
+    """
+    chunk = settings.long_prefill_token_threshold or settings.max_num_batched_tokens
+    return max(chunk, 2 * (1 + num_drafts))
+
+
 def refuse_if_never_fits(request: Request, settings: SchedulerSettings, blocks: BlockManager, max_model_len: int) -> None:
     """Raise UserError, with the numbers, for a request that could never run to its end even with the machine to itself.
 

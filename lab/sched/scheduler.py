@@ -184,6 +184,8 @@ class Scheduler:
         if most >= request.max_len:  # if all in flight is accepted, it ends there
             return 0, 0
         wanted = self.num_drafts if self.settings.async_scheduling else len(request.draft_ids)
+        if request.params.max_drafts is not None:
+            wanted = min(wanted, request.params.max_drafts)
         if wanted == 0:
             return 1, 0
         num_drafts = max(0, min(wanted, request.max_len - most - 1, budget - 1 - num_behind))
@@ -192,7 +194,7 @@ class Scheduler:
     def _plan_waiting(self, plan: StepPlan, now: float) -> None:
         if self._static is not None and not self._static.open(self._waiting, not self._running):
             return
-        plan.num_reserved = sum(_blocks_wanted(self.blocks, r) for r in self._running if r.num_computed < r.num_prefill)
+        plan.num_reserved = sum(self._wanted(r) for r in self._running if r.num_computed < r.num_prefill)
         while plan.budget > 0 and len(self._running) < self.settings.max_num_seqs:
             request = self._waiting.peek()
             if request is None:
@@ -224,14 +226,13 @@ class Scheduler:
         assert request.num_in_flight == 0, f"request {request.id} has tokens in flight"
         blocks = self.blocks
         hit_ids = blocks.match(request)
-        start = len(hit_ids) * blocks.block_size
+        start = blocks.tokens_in(hit_ids)
         num_left = len(request.token_ids) - start
         num_tokens = min(num_left, plan.budget, self._max_chunk)
         # A preempted request may have grown past the budget: it is the one that chunks even when chunking is off.
         if not self.settings.enable_chunked_prefill and num_tokens < num_left <= self.settings.max_num_batched_tokens:
             return False
-        num_wanted = blocks.blocks_for(len(request.token_ids)) - len(hit_ids)
-        if blocks.num_free_without(hit_ids) - plan.num_reserved < num_wanted:
+        if blocks.num_free_without(hit_ids) - plan.num_reserved < blocks.wanted(len(request.token_ids), hit_ids):
             return False
         blocks.admit(request, hit_ids, start + num_tokens)
         request.num_computed = start
@@ -245,9 +246,13 @@ class Scheduler:
             self._static.remove(request)
         plan.new_rows.append(_new_row(request))
         plan.add(request, num_tokens, 0, [])
-        plan.num_reserved += _blocks_wanted(blocks, request)
+        plan.num_reserved += self._wanted(request)
         blocks.register(request)
         return True
+
+    def _wanted(self, request: Request) -> int:
+        """Blocks that a request in its prefill has yet to take."""
+        return self.blocks.wanted(request.num_prefill, request.block_ids)
 
     def _force_preemption(self, plan: StepPlan) -> None:
         """Preempt every so many steps, for tests: only a request that got a token since its admission, so that all end."""
@@ -342,11 +347,6 @@ def _check_settings(settings: SchedulerSettings) -> None:
             f"scheduler.long_prefill_token_threshold={settings.long_prefill_token_threshold} splits prompts, which "
             "scheduler.enable_chunked_prefill=false forbids; set one of them only."
         )
-
-
-def _blocks_wanted(blocks: BlockManager, request: Request) -> int:
-    """Blocks that a request in its prefill has yet to take."""
-    return blocks.blocks_for(request.num_prefill) - len(request.block_ids)
 
 
 def _new_row(request: Request) -> NewRow:

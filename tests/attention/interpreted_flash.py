@@ -33,12 +33,14 @@ class Interpreted(Flash):
         self._kernels = CudaKernels(options, spec)
 
 
-def compare(case: Case, num_splits: int = 1, reuse_of: Case | None = None) -> Plan:
+def compare(
+    case: Case, num_splits: int = 1, reuse_of: Case | None = None, *, cascade: int | str = "auto", lse: bool = False
+) -> Plan:
     """Hold the kernels against the definition, in a shuffled pool whose unused slots are NaN. Returns the plan of the case."""
-    backend = Interpreted(Flash.Options(num_splits=num_splits), spec_of(case, CPU))
+    backend = Interpreted(Flash.Options(num_splits=num_splits, cascade=cascade), spec_of(case, CPU))
     reuse = backend.plan(Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
     trial = Trial(case, CPU, seed=0)
-    trial.run(backend, reuse)
+    trial.run(backend, reuse, lse=lse)
     return reuse or backend.plan(trial.batch)
 
 
@@ -186,3 +188,65 @@ def test_a_batch_invariant_step_gives_a_token_its_bits_in_any_tile(case):
         plan = backend.plan(part.batch)
         assert not plan.decodes and plan.num_splits == 1
         assert torch.equal(part.outputs(backend), together_TNH[trial.places(chunks)]), chunks
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=len)
+def test_logsumexp(rows, num_splits):
+    compare(Case(rows, num_padding=3, head_dim=32), num_splits, lse=True)
+    compare(Case(rows, sliding_window=20, softcap=3.0, head_dim=16), num_splits, lse=True)
+
+
+class TestCascade:
+    """Keys that rows share are attended to once: groups of rows and groups within them, in any order."""
+
+    ROWS = ((70, 1), (0, 20), (48, 1), (33, 2), (64, 30), (70, 1), (35, 3))
+    PREFIXES = (((0, 2, 4, 5), 48), ((3, 6), 32), ((0, 4), 64))
+
+    @pytest.mark.parametrize("num_splits", [1, 2])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_mixed_rows(self, dtype, num_splits):
+        case = Case(self.ROWS, prefixes=self.PREFIXES, dtype=dtype, num_padding=5)
+        plan = compare(case, num_splits, cascade=1)
+        assert plan.shared.key_first_R.tolist() == [64, 0, 48, 32, 64, 48, 32] and plan.shared.num_slots == 33 + 5 + 31
+        compare(case, num_splits, cascade=1, lse=True)
+
+    @pytest.mark.parametrize("num_splits", [1, 3])
+    def test_decodes_and_drafts(self, num_splits):
+        for tokens in (1, 4):
+            rows = tuple((before, tokens) for before in (40, 300, 90, 270))
+            case = Case(rows, prefixes=(((1, 3), 256), ((0, 2), 32)), head_dim=32, softcap=2.0)
+            plan = compare(case, num_splits, cascade=1)
+            assert plan.tiles_X2 is None and plan.shared.key_first_R.tolist() == [32, 256, 32, 256]
+
+    @pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 2), (5, 1), (17, 1)], ids=str)
+    def test_groups(self, heads):
+        compare(Case(self.ROWS, *heads, head_dim=16, prefixes=self.PREFIXES), cascade=1)
+
+    @pytest.mark.parametrize(("kv_scales", "dtype"), [("token_head", torch.float16), ("head", torch.float32)], ids=str)
+    def test_quantized_caches(self, kv_scales, dtype):
+        case = Case(self.ROWS, prefixes=self.PREFIXES, dtype=dtype, kv_dtype=torch.int8, kv_scales=kv_scales, head_dim=40)
+        assert compare(case, cascade=1).shared is not None
+
+    def test_keys_in_several_splits(self):
+        rows, prefixes = ((640, 1), (640, 1)), (((0, 1), 640),)
+        plan = compare(Case(rows, prefixes=prefixes, head_dim=16), cascade=1)
+        assert plan.shared.tiles_Y6[:, 1:3].tolist() == [[0, 256], [256, 512], [512, 640]]
+
+    def test_when_nothing_is_shared(self):
+        case = Case(self.ROWS, prefixes=self.PREFIXES, head_dim=16)
+        assert compare(case, cascade="never").shared is None and compare(case, cascade=65).shared is None
+        assert compare(case).shared is None, "auto: it does not pay"
+        assert compare(replace(case, sliding_window=1000), cascade=1).shared is None
+        assert compare(replace(case, prefixes=()), cascade=1).shared is None
+
+    def test_auto_shares_where_much_is_spared(self):
+        rows = ((8192, 1),) * 4
+        case = Case(rows, 8, 8, 128, prefixes=(((0, 1, 2, 3), 8192),))
+        backend = Interpreted(Flash.Options(), spec_of(case, CPU))
+        assert backend.plan(Trial(case, CPU, seed=0).batch).shared is not None
+
+    def test_a_plan_that_is_filled_again_shares_nothing(self):
+        """As those of captured graphs: they are made for rows that share nothing, and launch the same in every step."""
+        case = Case(((40, 1), (64, 1)), head_dim=16)
+        assert compare(replace(case, prefixes=(((0, 1), 32),)), reuse_of=case, cascade=1).shared is None

@@ -7,6 +7,7 @@ import torch
 
 from lab import capabilities, registry
 from lab.capabilities import Capabilities, Needs, unmet
+from lab.checks import attention as checks
 from lab.checks.attention_trial import Case, Trial, compare, make_backend, spec_of
 from lab.engine.resolution import resolve
 from lab.errors import UserError
@@ -25,8 +26,8 @@ MIXED = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (512, 1
 @pytest.fixture(params=ISAS)
 def options(request):
     """Options that force an instruction set of this machine."""
-    make_backend(FLASH, FLASH.options(), spec_of(Case(()), CPU))
-    usable = torch.ops.lab_flash.isas()
+    make_backend(FLASH, FLASH.options(isa="portable"), spec_of(Case(()), CPU))
+    usable = torch.ops.lab_flash_every_isa.isas()
     assert usable[-1] == "portable"
     if request.param not in usable:
         pytest.skip(f"this machine has no {request.param}")
@@ -85,6 +86,104 @@ class TestEveryInstructionSet:
             for k in trial.keys:
                 k.copy_((towards * torch.arange(len(k)) / 4).to(dtype)[:, None, None].expand_as(k))
             trial.run(make_backend(FLASH, options, spec_of(trial.case, CPU)), None)
+
+
+class TestCascade:
+    """Keys that rows share are attended to once. What the kernels make of them the shared checks judge."""
+
+    def test_the_checks_with_every_prefix_shared(self, options):
+        options = replace(options, cascade=1)
+        for check in (checks.check_shared_prefixes, checks.check_quantized_cache, checks.check_lse):
+            check(FLASH, options)
+        checks.check_shared_prefixes(FLASH, replace(options, num_splits=3))
+
+    def test_extreme_scores(self, options):
+        """A part whose scores are far below the other's counts for nothing, and one far above for all."""
+        prefixes = (((0, 1, 2), 256), ((0, 2), 288))
+        trial = Trial(Case(((400, 1), (300, 5), (300, 40)), prefixes=prefixes), CPU, seed=1)
+        trial.q_TNH *= 150
+        trial.keys = [k * 100 for k in trial.keys]
+        trial.run(make_backend(FLASH, replace(options, cascade=1), spec_of(trial.case, CPU)), None)
+
+    @pytest.mark.parametrize("block_size", [1, 7, 24, 64])
+    def test_block_sizes(self, options, block_size):
+        """Shared keys end where a group of 16 keys does, in the middle of a block or not."""
+        prefixes = (((0, 2, 3), 100), ((2, 3), 150))
+        case = Case(((163, 1), (64, 1), (157, 40), (192, 4)), block_size=block_size, prefixes=prefixes)
+        compare(FLASH, replace(options, cascade=1), case)
+
+    @pytest.mark.parametrize("count", [2, 5])
+    def test_any_number_of_threads(self, options, threads, count):
+        threads(count)
+        rows = ((2000, 1), (1030, 1), (1100, 30), (0, 20), (1024, 3), (1024, 300))
+        for dtype in DTYPES:
+            case = Case(rows, dtype=dtype, prefixes=(((0, 1, 2, 4, 5), 1024),))
+            compare(FLASH, replace(options, cascade=1), case)
+
+    @pytest.mark.parametrize(
+        ("prefixes", "cascade", "spared"),
+        [
+            ((), 1, 0),
+            ((((0, 1, 2, 3), 64),), 1, 3 * 64),
+            ((((0, 1, 2, 3), 64),), 64, 3 * 64),
+            ((((0, 1, 2, 3), 64),), 65, 0),
+            ((((0, 1, 2, 3), 64),), "never", 0),
+            ((((0, 3), 64), ((1, 2), 160)), 1, 64 + 160),
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 1, 3 * 64 + 96),
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 96, 160),  # the two share what is too little for the four, too
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 97, 160),
+        ],
+    )
+    def test_shared_keys_are_read_once(self, prefixes, cascade, spared):
+        rows = ((96, 1), (300, 1), (170, 4), (64, 20))
+        all_keys = 2 * sum(before + count for before, count in rows)
+        assert _keys_read(Case(rows, prefixes=prefixes), cascade=cascade) == all_keys - 2 * spared
+
+    def test_only_keys_that_all_queries_see_are_shared(self):
+        """A row that writes to the blocks in this step shares them with nobody, and rows whose window ends within do not."""
+        rows, prefixes = ((0, 64), (64, 1), (64, 1)), (((0, 1, 2), 64),)
+        case = Case(rows, prefixes=prefixes)
+        all_keys = 2 * (64 + 65 + 65)
+        cases = [replace(case, sliding_window=window) for window in (None, 65, 64)]
+        spared = {case.sliding_window: all_keys - _keys_read(case, cascade=1) for case in cases}
+        assert spared == {None: 128, 65: 128, 64: 4}
+
+    @pytest.mark.parametrize(
+        ("num_rows", "tokens", "shared", "pays"),
+        [
+            (32, 1, 1024, True),
+            (4, 1, 64, True),
+            (2, 1, 64, False),
+            (8, 4, 512, True),
+            (2, 32, 1024, False),
+            (32, 32, 256, False),
+        ],
+    )
+    def test_auto_shares_where_it_pays(self, num_rows, tokens, shared, pays):
+        """Decodes and drafts, and a prefix must be long before it helps chunks, whose work is not in reading keys."""
+        case = Case(((shared, tokens),) * num_rows, 9, 3, prefixes=((tuple(range(num_rows)), shared),))
+        assert (_keys_read(case) < _keys_read(case, cascade="never")) == pays
+
+    def test_a_plan_serves_every_layer(self):
+        """What counts the parts that are done is ready again after each."""
+        case = Case(((256, 1), (256, 1), (300, 3)), prefixes=(((0, 1, 2), 256),))
+        backend = make_backend(FLASH, FLASH.options(cascade=1), spec_of(case, CPU))
+        trial = Trial(case, CPU, seed=0)
+        plan = backend.plan(trial.batch)
+        backend.plan = lambda batch: plan
+        for _ in range(3):
+            trial.run(backend, None)
+
+    @pytest.mark.parametrize("cascade", ["often", "64", 0, -3])
+    def test_what_the_option_takes(self, cascade):
+        with pytest.raises(UserError, match=f"attention.cascade={cascade}: it takes auto, never, or a number of tokens"):
+            make_backend(FLASH, FLASH.options(cascade=cascade), spec_of(Case(()), CPU))
+
+
+def _keys_read(case, **options):
+    """What the items of the case's plan read, in keys of one KV head."""
+    backend = make_backend(FLASH, FLASH.options(**options), spec_of(case, CPU))
+    return torch.ops.lab_flash.keys_read(backend.plan(Trial(case, CPU, seed=0).batch).work)
 
 
 def test_a_long_context(options):

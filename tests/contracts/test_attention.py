@@ -18,6 +18,7 @@ BUILT_IN = [entry for entry in registry.entries("attention") if entry.source == 
 USABLE = [entry for entry in BUILT_IN if not unusable(entry)]
 OF_PACKAGES = {"fa", "flashinfer"}  # adapters of packages for CUDA: tests/attention/test_adapters.py
 Eager = registry.get("attention", "eager").load()
+Flash = registry.get("attention", "flash").load()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
@@ -94,6 +95,19 @@ class ForgetsScale(Eager):
         super().__init__(options, checks.replace(spec, scale=1.0))
 
 
+class SharesToTheEnd(Eager):
+    """As one that takes rows with the same first block to have all blocks before the step in common."""
+
+    def plan(self, batch, reuse=None):
+        plan = super().plan(batch)
+        blocks_RM = plan.blocks_RM.clone()
+        for row in range(len(plan.ctx_len)):
+            leader = int((blocks_RM[:, 0] == blocks_RM[row, 0]).nonzero()[0])
+            before = plan.ctx_len[row] - (plan.q_start[row + 1] - plan.q_start[row])
+            blocks_RM[row, : before // self.spec.block_size] = blocks_RM[leader, : before // self.spec.block_size]
+        return type(plan)(plan.q_start, plan.ctx_len, blocks_RM)
+
+
 class OneKvHeadForAll(Eager):
     """As a kernel that divides the query heads wrongly."""
 
@@ -115,6 +129,13 @@ class LogsumexpUnscaled(Eager):
     def attend_lse(self, q_TNH, kv, plan, out_TNH, lse_TN):
         super().attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)
         lse_TN /= torch.tensor(2.0).log()
+
+
+class OperatorsBeforeTheirKeys(Flash):
+    """Attends before the step's own keys are written."""
+
+    def operators(self):
+        return super().operators()[::-1]
 
 
 class OtherOrderOfSlots(Eager):
@@ -177,12 +198,14 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     (ReadsForPaddingRows, "check_padding", "a padding token's output is not finite"),
     (NotCausal, "check_chunk_after_prefix", "a query that sees keys after the query, as if it were not causal"),
     (OneTokenOfDrafts, "check_drafts", "a query that sees keys after the query, as if it were not causal"),
+    (SharesToTheEnd, "check_shared_prefixes", "it holds NaN: a slot that nobody wrote|a wrong block, position, mask or scale"),
     (OneKvHeadForAll, "check_head_groups", "a wrong block, position, mask or scale"),
     (ForgetsWindow, "check_sliding_window", "a wrong block, position, mask or scale"),
     (SwapsKeyAndValue, "check_layout_agrees_with_write", "the key written to slot 49 is not what export_blocks shows there"),
     (OtherOrderOfSlots, "check_layout_is_shared", "kv_layout=2PBKH: eager does not find in the cache what was written"),
     (NewPlanForReuse, "check_plan_reuse", "returned another plan"),
     (LogsumexpUnscaled, "check_lse", "row 0: the logsumexp is off by"),
+    (OperatorsBeforeTheirKeys, "check_operators", "it holds NaN: a slot that nobody wrote was read"),
 ]
 
 

@@ -28,6 +28,8 @@ class DenseBackend:
         keys, values = (torch.cat(x).repeat_interleave(group, dim=1) for x in (self.keys, self.values))
         num_new, num_all = q_TNH.shape[0], keys.shape[0]
         scores = torch.einsum("tnh,snh->nts", q_TNH, keys) * self.layer.scale
+        if self.layer.softcap is not None:
+            scores = torch.tanh(scores / self.layer.softcap) * self.layer.softcap
         at, seen = torch.arange(num_all - num_new, num_all)[:, None], torch.arange(num_all)
         visible = seen <= at
         if self.layer.sliding_window is not None:
@@ -42,7 +44,7 @@ class Session:
         self.model = model
         backends = [DenseBackend(layer) for layer in model.attention_layers]
         nothing = [None] * len(backends)
-        self.context = ForwardContext(SimpleNamespace(slots_T=None), backends, nothing, nothing)
+        self.context = ForwardContext([SimpleNamespace(slots_T=None)] * len(backends), backends, nothing, nothing)
         self.position = 0
 
     def feed(self, token_ids) -> torch.Tensor:

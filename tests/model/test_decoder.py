@@ -49,8 +49,24 @@ CASES = {
 }
 
 
+CASES |= {
+    "gemma2": ("gemma2", {}),
+    "gemma2-window": ("gemma2", {"sliding_window": 9}),
+    "gemma2-uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-scale": ("gemma2", {"query_pre_attn_scalar": 100}),
+    "gemma2-biases": ("gemma2", {"attention_bias": True}),
+    "gemma2-layers": ("gemma2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-window": ("gemma3_text", {"sliding_window": 9}),
+    "gemma3-pattern": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}),
+    "gemma3-capped": ("gemma3_text", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}),
+    "gemma3-old-ropes": ("gemma3_text", {"rope_parameters": None, "rope_theta": 5e4, "rope_local_base_freq": 500.0}),
+    "gemma3-old-scaling": ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+}
+
+
 def reference(folder, token_ids=IDS) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")  # others cap nothing
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0]
 
@@ -71,13 +87,13 @@ def test_logits_equal_transformers(case, tmp_path):
 
 def test_options_change_the_numbers(tmp_path):
     """Else the comparison above would hold for a decoder that ignores them."""
-    plain = {a: reference(rigs.mix(tmp_path / a, a)) for a in rigs.ARCHITECTURES}
+    plain = {a: reference(rigs.mix(tmp_path / a, a)) for a in (*rigs.ARCHITECTURES, *rigs.GEMMAS)}
     for case, (architecture, overrides) in CASES.items():
         if overrides and "dynamic" not in case and not {"num_key_value_heads", "head_dim"} & overrides.keys():
             assert (reference(rigs.mix(tmp_path / case, architecture, **overrides)) - plain[architecture]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("architecture", rigs.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*rigs.ARCHITECTURES, *rigs.GEMMAS))
 def test_chunks_and_single_tokens_give_the_same(architecture, tmp_path):
     model = dense.load(rigs.mix(tmp_path, architecture))
     whole = dense.logits_of(model, IDS)

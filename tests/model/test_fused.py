@@ -35,6 +35,17 @@ def test_norms(kernels, rows, size, dtype):
     assert torch.equal(ours[1], theirs[1])
 
 
+def test_a_float32_weight_meets_what_is_not_rounded_yet(kernels):
+    """Gemma's norms: to round before the weight gives other values."""
+    x, weight = torch.randn(30, 576).bfloat16(), 1 + 0.1 * torch.randn(576)
+    expected = Formulas().rms_norm(x, weight, 1e-6)
+    assert_same(kernels.rms_norm(x, weight, 1e-6), expected)
+    assert_same(kernels.add_rms_norm(x, x, weight, 1e-6)[0], Formulas().rms_norm(x + x, weight, 1e-6))
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert (expected != exact.bfloat16()).float().mean() < 0.01
+    assert (Formulas().rms_norm(x, weight.bfloat16(), 1e-6) != exact.bfloat16()).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_heads_in_a_wider_row(kernels, dtype):
     """Queries of a fused projection: rows in two dimensions, with a gap after each token."""
@@ -58,6 +69,11 @@ def test_rotation(kernels, tokens, size, half, dtype):
 def test_gated_activation(kernels, rows, size, dtype):
     x = (torch.randn(rows, 2 * size) * 4).to(dtype)
     assert_same(kernels.silu_mul(x), Formulas().silu_mul(x))
+    x /= 2
+    gate, up = x.double().chunk(2, 1)  # 1 + tanh would leave nothing of gates far below zero
+    activated = gate * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+    assert_same(kernels.gelu_mul(x), activated.to(dtype) * up.to(dtype))
+    torch.testing.assert_close(kernels.gelu_mul(x), Formulas().gelu_mul(x), rtol=2**-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
@@ -77,6 +93,8 @@ def test_a_row_that_a_table_has_not_is_an_error(kernels, row):
 def test_activation_of_extreme_values(kernels):
     x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 90.0, -90.0, 1e30, torch.nan] + [1.0] * 8])
     ours, theirs = kernels.silu_mul(x), Formulas().silu_mul(x)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-30, equal_nan=True)
+    ours, theirs = kernels.gelu_mul(x), Formulas().gelu_mul(x)
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-30, equal_nan=True)
 
 

@@ -56,6 +56,73 @@ def test_windows(tmp_path):
     assert config(tmp_path / "e", sliding_window=5).sliding_window is None
 
 
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+
+
+def of_json(tmp_path, **values):
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return read_config(tmp_path)
+
+
+def test_gemma2_as_published(tmp_path):
+    """The config.json of Gemma-2 2B, which leaves open how its head and its layers are."""
+    own = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "torch_dtype": "float32",
+    }
+    found = of_json(tmp_path, **own, rms_norm_eps=1e-6, rope_theta=10000.0, sliding_window=4096, query_pre_attn_scalar=256)
+    assert (found.hidden_size, found.num_layers, found.num_kv_heads, found.head_dim) == (2304, 26, 4, 256)
+    assert found.layer_windows == (4096, None) * 13 and found.tie_word_embeddings
+    assert (found.attention_softcap, found.logits_softcap, found.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert found.output_norms and found.norm_offset and found.scaled_embedding and found.local_rope is None
+    assert (found.activation, found.qk_norm, found.eos_ids) == ("gelu_pytorch_tanh", False, {1})
+
+
+def test_gemma3_as_published(tmp_path):
+    found = of_json(tmp_path, **GEMMA3_1B)
+    assert [layer for layer, window in enumerate(found.layer_windows) if window is None] == [5, 11, 17, 23]
+    assert set(found.layer_windows) == {512, None}
+    assert (found.rope.theta, found.local_rope.theta, found.rope.kind) == (1e6, 1e4, "default")
+    assert (found.attention_softcap, found.logits_softcap, found.qk_norm, found.eos_ids) == (None, None, True, {1, 106})
+
+
+def test_ropes_of_gemma3_in_both_spellings(tmp_path):
+    new = {name: value for name, value in GEMMA3_1B.items() if not name.startswith("rope")}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    old = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    ours, theirs = of_json(tmp_path / "new", **new), of_json(tmp_path / "old", **old)
+    assert (ours.rope, ours.local_rope) == (theirs.rope, theirs.local_rope)
+    assert (ours.rope.kind, ours.rope.factor, ours.local_rope.kind) == ("linear", 8.0, "default")
+
+
 def test_model_type_is_enough(tmp_path):
     assert config(tmp_path, "qwen2", drop=("architectures",)).architecture == "qwen2"
 
@@ -75,6 +142,7 @@ REFUSED = {
     "boolean": ({"tie_word_embeddings": "yes"}, ("'tie_word_embeddings' must be true or false",)),
     "eps": ({"rms_norm_eps": 0}, ("'rms_norm_eps' must be a positive number",)),
     "missing": ({"hidden_size": None}, ("'hidden_size' is missing",)),
+    "both directions": ({"use_bidirectional_attention": True}, ("'use_bidirectional_attention' is not supported",)),
     "activation": ({"hidden_act": "gelu"}, ("'hidden_act' 'gelu' is not supported",)),
     "dtype": ({"torch_dtype": "int3"}, ("'torch_dtype' 'int3' is not one of float32, bfloat16, float16",)),
     "eos": ({"eos_token_id": "</s>"}, ("'eos_token_id' must be a token id",)),

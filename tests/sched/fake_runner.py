@@ -1,14 +1,16 @@
 """A runner without a model that notices every mistake of the scheduler and the block manager.
 
-A slot of its KV pool holds a digest of all tokens up to its position. A position "attends" by looking at every slot before
-it through the block table: one stale, foreign or missing block, and it fails on the spot. The next token is a pure function
-of the history, so the right output of a request is known without running it.
+A slot of its KV pool holds a digest of all tokens up to its position, and the group of layers that wrote it. A position
+"attends" by looking through each group's block table at every slot that the group needs: one stale, foreign or missing block,
+and it fails on the spot. The next token is a pure function of the history, so the right output of a request is known without
+running it.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lab.kv.groups import Full, Need
 from lab.types import Chunk, NewRow, RowResult, Step, StepResult, TokenLogprobs
 
 VOCAB = 97
@@ -36,11 +38,11 @@ def solo_output(
     return token_ids[len(prompt_ids) :]
 
 
-def prefix_digests(token_ids: Sequence[int], start: int = 0, before: int = 0) -> list[int]:
-    """For each position from `start` on, a digest of the tokens up to and including it; `before` is that of `start` - 1."""
-    digests, digest = [], before
-    for position in range(start, len(token_ids)):
-        digest = hash((digest, position, token_ids[position]))
+def prefix_digests(token_ids: Sequence[int]) -> list[int]:
+    """For each position a digest of the tokens up to and including it."""
+    digests, digest = [], 0
+    for position, token in enumerate(token_ids):
+        digest = hash((digest, position, token))
         digests.append(digest)
     return digests
 
@@ -67,13 +69,15 @@ class FakeRunner:
         num_drafts: int = 0,
         is_async: bool = False,
         seed: int = 0,
+        needs: Sequence[Need] = (Full(),),
     ) -> None:
         self.block_size = block_size
+        self.needs = needs
         self.max_model_len = max_model_len
         self.num_drafts = num_drafts
         self.is_async = is_async
         self.rows: dict[str, Row] = {}
-        self.pool: list[int | None] = [None] * (num_blocks * block_size)
+        self.pool: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.random = random.Random(seed)
         self.num_accepted = 0
         self.num_rejected = 0
@@ -102,9 +106,11 @@ class FakeRunner:
             new.params.prompt_logprobs is not None,
         )
 
-    def _slot(self, row: Row, position: int) -> int:
+    def _slot(self, row: Row, group: int, position: int) -> int:
         assert position < self.max_model_len, f"position {position} is past the context"
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+        block_id = row.block_ids[position // self.block_size * len(self.needs) + group]
+        assert block_id >= 0, f"no block of group {group} holds position {position}"
+        return block_id * self.block_size + position % self.block_size
 
     def _write(self, chunk: Chunk) -> tuple[Chunk, Row, int, list[int], list[int]]:
         row = self.rows[chunk.request_id]
@@ -122,17 +128,19 @@ class FakeRunner:
         input_ids = row.token_ids[start : start + num_tokens] + drafts
         assert len(input_ids) == num_tokens + len(drafts), "positions beyond the tokens that exist"
         assert chunk.samples == (start + num_tokens == len(row.token_ids)), "samples before all tokens are computed"
-        before = self.pool[self._slot(row, start - 1)] if start else 0
-        digests = prefix_digests([0] * start + input_ids, start, before)
-        for position, digest in enumerate(digests, start):
-            self.pool[self._slot(row, position)] = digest
+        digests = prefix_digests(row.token_ids[:start] + input_ids)
+        for group in range(len(self.needs)):
+            for position in range(start, len(digests)):
+                self.pool[self._slot(row, group, position)] = group, digests[position]
         self.num_computed[chunk.request_id] = self.num_computed.get(chunk.request_id, 0) + len(input_ids)
         return chunk, row, start, input_ids, drafts
 
     def _attend(self, chunk: Chunk, row: Row, start: int, input_ids: list[int], drafts: list[int]) -> RowResult:
         expected = prefix_digests(row.token_ids[:start] + input_ids)
-        for position, digest in enumerate(expected):
-            assert self.pool[self._slot(row, position)] == digest, f"{chunk.request_id}: wrong contents at {position}"
+        for group, need in enumerate(self.needs):
+            for position in range(need.first_needed(start), len(expected)):
+                found, right = self.pool[self._slot(row, group, position)], (group, expected[position])
+                assert found == right, f"{chunk.request_id}: group {group} has wrong contents at {position}"
         row.num_computed = start + len(input_ids) - len(drafts)
         prompt_logprobs = None
         if row.wants_prompt_logprobs and start + 1 < row.num_prompt:

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.kv.blocks import BlockManager
+from lab.kv.grouped import GroupedBlockManager
+from lab.kv.groups import Full, Need
 from lab.sampling_params import SamplingParams
+from lab.sched.limits import reach
 from lab.sched.policies.fcfs import FirstComeFirstServed
 from lab.sched.policies.priority import ByPriority
 from lab.sched.scheduler import Scheduler
@@ -36,10 +39,16 @@ class Harness:
     preempt_every: int = 0
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[Need, ...] = (Full(),)
 
     def __post_init__(self) -> None:
         settings = SchedulerSettings(**{"async_scheduling": False, "max_num_batched_tokens": 64, **self.settings})
-        self.blocks = BlockManager(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
+        options = {"enable_prefix_caching": self.caching}
+        if self.needs == (Full(),):
+            self.blocks = BlockManager(self.num_blocks, self.block_size, **options)
+        else:
+            most = reach(settings, self.num_drafts)
+            self.blocks = GroupedBlockManager(self.num_blocks, self.block_size, self.needs, reach=most, **options)
         policy = POLICIES[self.policy]
         self.scheduler = Scheduler(
             settings,
@@ -56,6 +65,7 @@ class Harness:
             num_drafts=self.num_drafts,
             is_async=settings.async_scheduling,
             seed=self.seed,
+            needs=self.needs,
         )
         self.is_async = settings.async_scheduling
         self.budget = settings.max_num_batched_tokens

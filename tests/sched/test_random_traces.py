@@ -9,11 +9,22 @@ from collections import Counter
 
 import pytest
 
+from lab.kv.grouped import NO_BLOCK, GroupedBlockManager
+from lab.kv.groups import Full, Need, Sliding
+from lab.sched.limits import reach
+from lab.settings import SchedulerSettings
 from lab.types import FinishReason
 from tests.sched.fake_runner import VOCAB
 from tests.sched.harness import Harness, make_request
 
 SEEDS_PER_TEST = 30
+
+
+def random_needs(chooser: random.Random) -> tuple[Need, ...]:
+    """Groups of full and sliding layers, in any order; one of them alone too."""
+    window = chooser.choice([1, 2, 3, 5, 8, 13])
+    full, near, far = Full(), Sliding(window), Sliding(window + 4)
+    return chooser.choice([(near,), (full, near), (near, full), (near, full, near, near), (near, full, far, full)])
 
 
 def random_harness(chooser: random.Random, seed: int, **fixed) -> Harness:
@@ -27,16 +38,24 @@ def random_harness(chooser: random.Random, seed: int, **fixed) -> Harness:
     }
     if chooser.random() < 0.15:
         settings |= {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "max_num_batched_tokens": 48}
+    num_drafts = chooser.choice([1, 3, 5]) if fixed["drafts"] else 0
+    needs: tuple[Need, ...] = (Full(),)
+    least = -(-max_model_len // block_size)
+    if fixed.get("groups"):
+        needs = random_needs(chooser)
+        most = reach(SchedulerSettings(**settings), num_drafts)
+        least = GroupedBlockManager(1, block_size, needs, reach=most).blocks_for(max_model_len)
     return Harness(
-        num_blocks=-(-max_model_len // block_size) + chooser.randint(0, 12),
+        num_blocks=least + chooser.randint(0, 12),
         block_size=block_size,
         max_model_len=max_model_len,
-        num_drafts=chooser.choice([1, 3, 5]) if fixed["drafts"] else 0,
+        num_drafts=num_drafts,
         policy=fixed["policy"],
         caching=chooser.random() < 0.7,
         preempt_every=chooser.choice([0, 0, 1, 3, 7]),
         seed=seed,
         settings=settings,
+        needs=needs,
     )
 
 
@@ -85,10 +104,12 @@ def run_trace(seed: int, **fixed) -> tuple[Harness, Counter]:
         harness.step()
         number += 1
         assert number < 5_000, "it does not end"
+        seen["given back"] += sum(NO_BLOCK in request.block_ids for request in requests)
     harness.check_idle()
     harness.check_outputs()
     seen["preemptions"] += harness.scheduler.num_preemptions
     seen["hits"] += sum(r.num_cached for r in requests)
+    seen["short hits"] += sum(NO_BLOCK in row.block_ids for step in harness.steps for row in step.new_rows)
     seen["accepted"] += harness.runner.num_accepted
     seen["rejected"] += harness.runner.num_rejected
     seen["chunked"] += sum(not c.samples for s in harness.steps for c in s.chunks)
@@ -111,6 +132,19 @@ def test_outputs_equal_those_of_each_request_alone(batching, is_async, drafts, p
     assert all(seen[name] > 0 for name in must), seen
     assert drafts or not seen["accepted"] + seen["rejected"]
     assert is_async or not seen["void"]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_outputs_equal_those_of_each_request_alone_with_groups(is_async, drafts):
+    """`given back`: behind a window while a row runs; `short hits`: of a prefix of which a group took only its window."""
+    seen: Counter = Counter()
+    for seed in range(2 * SEEDS_PER_TEST):
+        policy = ("fcfs", "priority")[seed % 2]
+        seen += run_trace(seed, batching="continuous", is_async=is_async, drafts=drafts, policy=policy, groups=True)[1]
+    must = ["preemptions", "hits", "chunked", "aborts", "given back", "short hits"]
+    must += ["accepted", "rejected"] if drafts else []
+    assert all(seen[name] > 0 for name in must), seen
 
 
 def test_a_run_is_the_same_when_it_is_run_again():

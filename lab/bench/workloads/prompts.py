@@ -127,6 +127,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "priority": (_is_count, "a whole number"),
     "cache_salt": (_is_text_or_null, "text"),
     "reference": (_is_text_or_null, "text"),
+    "category": (_is_text_or_null, "text"),
 }
 
 

@@ -19,7 +19,7 @@ def run_attention(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor,
     """Write keys and values, then attend, by the forward context of the step: what the op `lab::attention` does."""
     step = context.current()
     backend = step.backends[layer]
-    backend.write(k_TKH, v_TKH, step.kv[layer], step.batch.slots_T)
+    backend.write(k_TKH, v_TKH, step.kv[layer], step.batches[layer].slots_T)
     backend.attend(q_TNH, step.kv[layer], step.plans[layer], out_TNH)
 
 

@@ -26,10 +26,10 @@ class Formulas:
     is_native = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32."""
+        """x / rms(x) * weight over the last dimension, in float32 up to the weight and, if it is float32 too, with it."""
         exact = x.float()
         scaled = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * scaled.to(x.dtype)
+        return (weight * scaled.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
@@ -54,6 +54,11 @@ class Formulas:
         gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
         return functional.silu(gate_TF) * up_TF
 
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """As silu_mul, with gelu in its tanh form."""
+        gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+        return functional.gelu(gate_TF, approximate="tanh") * up_TF
+
     def take_rows(self, table_VH: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
         """The rows of a table: (T, H). An index outside of it is an error."""
         return functional.embedding(index_T, table_VH)
@@ -68,7 +73,8 @@ class Kernels(Formulas):
         native.load(NAMESPACE, SOURCES)
         ops = torch.ops.lab_layers
         self.rms_norm, self.add_rms_norm = ops.rms_norm.default, ops.add_rms_norm.default
-        self.rotate, self.silu_mul, self.take_rows = ops.rotate.default, ops.silu_mul.default, ops.take_rows.default
+        self.rotate, self.take_rows = ops.rotate.default, ops.take_rows.default
+        self.silu_mul, self.gelu_mul = ops.silu_mul.default, ops.gelu_mul.default
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
 
@@ -78,6 +84,7 @@ _FAKES = {
     "add_rms_norm": lambda x, delta, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     "rotate": lambda x, cos, sin: x.new_empty(x.shape),
     "silu_mul": lambda x: x.new_empty((x.shape[0], x.shape[1] // 2)),
+    "gelu_mul": lambda x: x.new_empty((x.shape[0], x.shape[1] // 2)),
     "take_rows": lambda table, index: table.new_empty((index.shape[0], table.shape[1])),
 }
 

@@ -17,6 +17,7 @@ namespace {
 using at::Tensor;
 using lab::BFloat16;
 using lab::Floats;
+using lab::gelu_tanh;
 using lab::kLanes;
 using lab::rounded;
 using lab::silu;
@@ -89,10 +90,11 @@ void check(const Tensor& x) {
   TORCH_CHECK((x.dim() == 2 || x.dim() == 3) && x.stride(-1) == 1, "rows must be dense, in one or two leading dimensions");
 }
 
-template <typename T, bool kAdds>
+// The normed row is rounded to the weight's type W before they are multiplied.
+template <typename T, typename W, bool kAdds>
 void norm_rows(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps, Tensor& y, Tensor* sum) {
   const int64_t size = x.size(-1);
-  const T* w = static_cast<const T*>(weight.const_data_ptr());
+  const W* w = static_cast<const W*>(weight.const_data_ptr());
   const Rows rows{x};
   for_rows(rows.count(), size, [&](int64_t row) {
     const T* from = static_cast<const T*>(x.const_data_ptr()) + rows.at(row);
@@ -111,7 +113,7 @@ void norm_rows(const Tensor& x, const Tensor* delta, const Tensor& weight, doubl
     const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + static_cast<float>(eps));
     T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats v = rounded<T>(load_lanes(from + i, size - i) * scale);
+      const Floats v = rounded<W>(load_lanes(from + i, size - i) * scale);
       store_lanes(v * load_lanes(w + i, size - i), to + i, size - i);
     }
   });
@@ -137,14 +139,14 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
   });
 }
 
-template <typename T>
-void silu_rows(const Tensor& x, Tensor& y) {
+template <typename T, typename F>
+void activate_rows(const Tensor& x, Tensor& y, const F& activation) {
   const int64_t size = y.size(1);
   for_rows(x.size(0), 2 * size, [&](int64_t row) {
     const T* gate = static_cast<const T*>(x.const_data_ptr()) + row * x.stride(0);
     T* to = static_cast<T*>(y.mutable_data_ptr()) + row * size;
     for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats activated = rounded<T>(silu(load_lanes(gate + i, size - i)));
+      const Floats activated = rounded<T>(activation(load_lanes(gate + i, size - i)));
       store_lanes(activated * load_lanes(gate + size + i, size - i), to + i, size - i);
     }
   });
@@ -159,10 +161,19 @@ void for_dtype(const Tensor& x, const F& run) {
 
 #define OF(pointer) std::remove_pointer_t<decltype(pointer)>
 
+template <bool kAdds>
+void norm(const Tensor& x, const Tensor* delta, const Tensor& weight, double eps, Tensor& y, Tensor* sum) {
+  TORCH_CHECK(weight.scalar_type() == at::kFloat || weight.scalar_type() == x.scalar_type(),
+              "a norm's weight is float32 or of its input's dtype");
+  for_dtype(x, [&](auto* t) {
+    for_dtype(weight, [&](auto* w) { norm_rows<OF(t), OF(w), kAdds>(x, delta, weight, eps, y, sum); });
+  });
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check(x);
   Tensor y = at::detail::empty_cpu(x.sizes(), x.scalar_type());
-  for_dtype(x, [&](auto* t) { norm_rows<OF(t), false>(x, nullptr, weight, eps, y, nullptr); });
+  norm<false>(x, nullptr, weight, eps, y, nullptr);
   return y;
 }
 
@@ -170,7 +181,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, co
   check(x);
   check(delta);
   Tensor y = at::detail::empty_cpu(x.sizes(), x.scalar_type()), sum = at::detail::empty_cpu(x.sizes(), x.scalar_type());
-  for_dtype(x, [&](auto* t) { norm_rows<OF(t), true>(x, &delta, weight, eps, y, &sum); });
+  norm<true>(x, &delta, weight, eps, y, &sum);
   return {y, sum};
 }
 
@@ -182,12 +193,21 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return y;
 }
 
-Tensor silu_mul(const Tensor& x) {
+template <typename F>
+Tensor activated(const Tensor& x, const F& activation) {
   check(x);
-  TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "silu_mul takes gate and up side by side");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "gate and up must stand side by side");
   Tensor y = at::detail::empty_cpu({x.size(0), x.size(1) / 2}, x.scalar_type());
-  for_dtype(x, [&](auto* t) { silu_rows<OF(t)>(x, y); });
+  for_dtype(x, [&](auto* t) { activate_rows<OF(t)>(x, y, activation); });
   return y;
+}
+
+Tensor silu_mul(const Tensor& x) {
+  return activated(x, [](Floats v) { return silu(v); });
+}
+
+Tensor gelu_mul(const Tensor& x) {
+  return activated(x, [](Floats v) { return gelu_tanh(v); });
 }
 
 template <typename Index>
@@ -221,6 +241,7 @@ TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("silu_mul(Tensor x) -> Tensor");
+  library.def("gelu_mul(Tensor x) -> Tensor");
   library.def("take_rows(Tensor table, Tensor index) -> Tensor");
 }
 
@@ -229,5 +250,6 @@ TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {
   library.impl("add_rms_norm", TORCH_FN(add_rms_norm));
   library.impl("rotate", TORCH_FN(rotate));
   library.impl("silu_mul", TORCH_FN(silu_mul));
+  library.impl("gelu_mul", TORCH_FN(gelu_mul));
   library.impl("take_rows", TORCH_FN(take_rows));
 }

@@ -1,4 +1,4 @@
-// The activation of gated feed-forward layers.
+// The activations of gated feed-forward layers.
 #pragma once
 
 #include "vectors.h"
@@ -23,8 +23,9 @@ inline Floats exponential(Floats x) {
   return as_floats(as_words(p) + (as_words(shifted) << 23));
 }
 
-inline Floats silu(Floats x) {
-  const Floats divisor = exponential(-x) + 1.0f;
+// x times the sigmoid of z.
+inline Floats gated(Floats x, Floats z) {
+  const Floats divisor = exponential(-z) + 1.0f;
 #ifdef __AVX512F__
   Floats inverse = (Floats)_mm512_rcp14_ps((__m512)divisor);
   inverse = inverse * (2.0f - divisor * inverse);
@@ -34,5 +35,10 @@ inline Floats silu(Floats x) {
 #endif
   return x == x ? y : x;
 }
+
+inline Floats silu(Floats x) { return gated(x, x); }
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), which is x times the sigmoid of twice that angle.
+inline Floats gelu_tanh(Floats x) { return gated(x, x * (x * x * 0.07135481627159886f + 1.5957691216057308f)); }
 
 }  // namespace lab
