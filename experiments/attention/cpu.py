@@ -1,6 +1,6 @@
 """Paged attention on the CPU: decode against the memory's read bandwidth, prefill against the matrix peak.
 
-    python experiments/attention/cpu.py [decode] [prefill] [overhead] [--plugins flash sdpa] [--threads N] [--isa NAME]
+    python experiments/attention/cpu.py [decode] [prefill] [shared] [overhead] [--plugins flash sdpa] [--threads N] [--isa NAME]
                                         [--seconds S] [--vllm PYTHON] [--output FOLDER]
 
 Prints tables as Markdown; the folder gets them, results.json, decode.svg and prefill.svg. `sdpa` is torch's attention after a
@@ -39,6 +39,11 @@ from lab.runner.rows import Rows
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 9, 3, 64, 16, 30
 POOL_BYTES = 3 << 30  # of all layers together, at most
 DECODE = [(batch, context) for batch in (1, 16, 64) for context in (128, 1024, 4096)]
+SHARED = [  # rows, tokens of the step in each, tokens that all of them share
+    *((2, 1, 1024), (8, 1, 1024), (32, 1, 128), (32, 1, 1024), (32, 1, 4096), (64, 1, 1024)),
+    *((16, 4, 1024), (8, 32, 1024), (32, 32, 1024), (8, 32, 8192)),
+]
+OWN = 32  # tokens in the cache of each of these rows besides
 PREFILL = [(0, 512), (0, 2048), (512, 512), (1536, 512), (4096, 512)]  # tokens in the cache before, tokens of the step
 QUIET, PATIENCE = 0.15, 2.0  # busy share of the other processes, seconds to wait for it
 Call = Callable[[], Any]
@@ -122,20 +127,23 @@ def _jiffies() -> tuple[int, int]:
     return sum(values) - values[3] - values[4], sum(values)
 
 
-def make(name: str, isa: str) -> Attention:
+def make(name: str, isa: str, **given: Any) -> Attention:
     """A backend of the plugin for the shapes of this study."""
     entry = registry.get("attention", name)
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, BLOCK, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
-    options = entry.make_options({"isa": isa} if "isa" in entry.option_names else {})
+    options = entry.make_options(given | ({"isa": isa} if "isa" in entry.option_names else {}))
     return entry.load()(options, spec)
 
 
-def rig(backend: Attention, rows: list[tuple[int, int]], layers: int) -> SimpleNamespace:
-    """A batch of (tokens before, tokens of the step) over shuffled blocks, with filled caches of so many layers."""
+def rig(backend: Attention, rows: list[tuple[int, int]], layers: int, shared: int = 0) -> SimpleNamespace:
+    """A batch of (tokens before, tokens of the step) over shuffled blocks, with filled caches of so many layers. `shared`: the
+    rows begin with the same blocks of so many tokens.
+    """
     longest = max(before + count for before, count in rows)
     per_row = -(-longest // BLOCK)
     table = Rows(len(rows), longest, BLOCK)
     table.blocks_RM[:] = np.random.default_rng(0).permutation(len(rows) * per_row).reshape(len(rows), per_row)
+    table.blocks_RM[:, : shared // BLOCK] = table.blocks_RM[0, : shared // BLOCK]
     shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(rows)]
     batch = BatchBuilder(table, BLOCK, torch.device("cpu")).build(shares)
     caches = KVStore([backend] * layers, len(rows) * per_row).layers
@@ -145,9 +153,9 @@ def rig(backend: Attention, rows: list[tuple[int, int]], layers: int) -> SimpleN
     return SimpleNamespace(batch=batch, caches=caches, q=q, out=torch.empty_like(q), plan=backend.plan(batch))
 
 
-def stepper(backend: Attention, rows: list[tuple[int, int]], layers: int) -> Call:
+def stepper(backend: Attention, rows: list[tuple[int, int]], layers: int, shared: int = 0) -> Call:
     """Attention of one layer; each call takes the next layer's cache."""
-    r = rig(backend, rows, layers)
+    r = rig(backend, rows, layers, shared)
     turn = [0]
 
     def call() -> None:
@@ -209,6 +217,26 @@ def prefill(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
     return found
 
 
+def shared(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
+    """Rows behind the same tokens: attended to once for all of them (always, or where it is thought to pay), and row by row."""
+    found = []
+    for num_rows, count, common in SHARED:
+        kv_bytes = num_rows * (common + OWN + count) * KV_HEADS * DIM * 2 * 2
+        layers = int(max(1, min(LAYERS, POOL_BYTES // kv_bytes // 3)))
+        rows = [(common + OWN, count)] * num_rows
+        calls = {
+            name: stepper(make("flash", args.isa, cascade=cascade), rows, layers, common)
+            for name, cascade in (("never", "never"), ("always", 1), ("auto", "auto"))
+        }
+        best = watch.best(calls)
+        row = {"work": "shared", "rows": num_rows, "tokens": count, "shared": common}
+        row |= {f"{name}_us": seconds * 1e6 for name, seconds in best.items()}
+        row |= {f"never_over_{name}": best["never"] / best[name] for name in ("always", "auto")}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
 def overhead(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]:
     """What the Python side costs: a plan, a write and an attend of one token after one."""
     found = []
@@ -229,7 +257,7 @@ def overhead(args: argparse.Namespace, watch: Stopwatch) -> list[dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", default=["decode", "prefill", "overhead"])
+    parser.add_argument("parts", nargs="*", default=["decode", "prefill", "shared", "overhead"])
     parser.add_argument("--plugins", nargs="+", default=["flash", "sdpa"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", default="auto")
@@ -246,7 +274,7 @@ def main() -> None:
         limits = measure_limits(watch)
         print(limits, flush=True)
         for part in args.parts:
-            found += {"decode": decode, "prefill": prefill, "overhead": overhead}[part](args, watch)
+            found += {"decode": decode, "prefill": prefill, "shared": shared, "overhead": overhead}[part](args, watch)
     if peer is not None:
         peer.close()
     quiet = f"{watch.quiet_rounds} of {watch.rounds} rounds began quiet; {args.threads} threads."
