@@ -73,16 +73,16 @@ class Tally:
 
 
 def decode_speed(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> float:
-    """Tokens per second of requests sent at once, from the moment on when all of them have their first token."""
+    """Tokens per second of requests sent at once, while all of them decode: from the last first token to the first last one."""
     outputs = llm.generate(list(prompts), params)
     timelines = [output.outputs[0].timeline for output in outputs]
     begin = max(timeline.token_times_s[0] for timeline in timelines)
-    end = max(timeline.token_times_s[-1] for timeline in timelines)
+    end = min(timeline.token_times_s[-1] for timeline in timelines)
     later = (
         count
         for timeline in timelines
         for when, count in zip(timeline.token_times_s, timeline.token_counts, strict=True)
-        if when > begin
+        if begin < when <= end
     )
     return sum(later) / (end - begin)
 
