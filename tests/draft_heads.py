@@ -41,6 +41,16 @@ def random(folder: Path, target: Path, kind: str, draft_vocab: int | None = None
     return write(folder, config | ({} if draft_vocab is None else {"draft_vocab_size": draft_vocab}), weights)
 
 
+def medusa(folder: Path, hidden_size: int, num_heads: int) -> Path:
+    """Medusa heads that do nothing and bring no projection: each guesses what the target's own head says."""
+    folder.mkdir(parents=True)
+    at = "medusa_heads.blocks.{}.layers.0.{}"
+    tensors = {at.format(head, "weight"): torch.zeros(hidden_size, hidden_size) for head in range(num_heads)}
+    tensors |= {at.format(head, "bias"): torch.zeros(hidden_size) for head in range(num_heads)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
     """A head's folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from lab import registry
 from lab.api import Draft
 from lab.checks import CheckFailed, NotDeclared
 from lab.checks import spec as checks
+from tests import draft_heads, rigs
 
 registry.discover()
 CHECKS = [function for name, function in vars(checks).items() if name.startswith("check_")]
@@ -17,11 +18,20 @@ BUILT_IN = [entry for entry in registry.entries("spec") if entry.source == "buil
 Ngram = registry.get("spec", "ngram").load()
 
 
+@pytest.fixture(scope="module")
+def needed(tmp_path_factory):
+    """Options without which a proposer does nothing, by its name: heads and a draft model for the model of the checks."""
+    folder = tmp_path_factory.mktemp("drafts")
+    small = rigs.mix(folder / "small", vocab_size=49152, max_position_embeddings=8192)
+    heads = draft_heads.medusa(folder / "heads", hidden_size=576, num_heads=3)
+    return {"draft_model": {"model": str(small)}, "medusa": {"head": str(heads)}}
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
-def test_contract(entry, check):
+def test_contract(entry, check, needed):
     with suppress(NotDeclared):
-        check(entry, entry.options())
+        check(entry, entry.make_options(needed.get(entry.name, {})))
 
 
 def test_some_drafts_are_proposed():
