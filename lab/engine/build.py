@@ -108,6 +108,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
         kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
+        kv_bytes_per_block=bytes_per_block(backends, grouping.place_of),
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={
