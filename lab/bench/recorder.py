@@ -10,8 +10,8 @@ from lab.bench.sender import Planned
 from lab.contracts.sink import RunInfo, Sink
 from lab.engine.engine import Engine
 from lab.engine.generation import Generation
+from lab.engine.kv_cache import row_slack
 from lab.engine.request_output import RequestOutput
-from lab.kv.groups import Full
 from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
 from lab.metrics.roofline import DeviceFacts, Floors
 from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals
@@ -72,7 +72,8 @@ class Recorder:
         floors: Floors,
     ) -> None:
         self.requests = RequestTotals(engine.blocks.block_size, goodput)
-        self.steps = _step_totals(engine, floors)
+        block_tokens = engine.facts.block_tokens
+        self.steps = StepTotals(block_tokens, row_slack(engine.blocks, block_tokens), floors.step_s)
         self.drafts = DraftTotals()
         self.shown: list[tuple[Planned, RequestOutput]] = []  # of the first requests, as they end
         self.first_refusal: str | None = None
@@ -190,10 +191,3 @@ class Recorder:
             )
         found["startup_s"] = self._startup_s
         return found
-
-
-def _step_totals(engine: Engine, floors: Floors) -> StepTotals:
-    """A row's table has an end that may be empty, and with a window a beginning that may be out of sight, in each KV group."""
-    num_ends = sum(1 if isinstance(need, Full) else 2 for need in engine.blocks.needs)
-    block_tokens = engine.facts.block_tokens
-    return StepTotals(block_tokens, num_ends * block_tokens * (1 - 1 / engine.blocks.block_size), floors.step_s)
