@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 from lab import native
 from lab.capabilities import API_VERSION, Capabilities, common
-from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.attention import Attention, AttentionSpec, OperatorCall
+from lab.contracts.draft_length import DraftLength, Verified
 from lab.contracts.moe import Moe
 from lab.contracts.policy import Policy
 from lab.contracts.quant import LinearSpec, ParamSpec, Quant
 from lab.contracts.sink import RunInfo, Sink
-from lab.contracts.spec import Draft, Proposer, ProposeView
+from lab.contracts.spec import Draft, DraftCache, Proposer, ProposeView, StepView, Target
 from lab.contracts.workload import ModelFacts, WorkItem, Workload
 from lab.errors import UserError, nearest
 from lab.registry import entries as plugins
@@ -23,9 +24,12 @@ __all__ = [
     "AttentionSpec",
     "Capabilities",
     "Draft",
+    "DraftCache",
+    "DraftLength",
     "LinearSpec",
     "ModelFacts",
     "Moe",
+    "OperatorCall",
     "ParamSpec",
     "Policy",
     "ProposeView",
@@ -34,7 +38,10 @@ __all__ = [
     "Request",
     "RunInfo",
     "Sink",
+    "StepView",
+    "Target",
     "UserError",
+    "Verified",
     "WorkItem",
     "Workload",
     "common",

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -33,8 +34,10 @@ from lab.errors import UserError, unknown
 from lab.settings import PluginChoice, Settings
 from lab.typed import from_plain, no_setting
 
+T = TypeVar("T")
+
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
-PLUGIN_GROUPS = ("attention", "spec", "quant", "moe", "workload")  # kinds that a run chooses by a group of that name
+PLUGIN_GROUPS = ("attention", "spec", "draft_length", "quant", "moe", "workload")  # kinds that a run chooses by such a group
 AUTO_GROUPS = ("attention", "quant", "moe")  # kinds for which `auto` may choose
 LISTED_GROUPS = ("model",)  # in the defaults list
 EXPERIMENT = "experiment"
@@ -191,10 +194,7 @@ def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
             kind, _, option = override.key_or_group.partition(".")
             if kind not in registry.KINDS:
                 raise unknown("kind of plugin", kind, registry.KINDS)
-            if override.is_sweep_override():
-                raise _ambiguous(override)
-            with _our_words():
-                value = OmegaConf.to_container(OmegaConf.create([override.value()]), resolve=True)[0]
+            value = _plain_value(override)
             if option:
                 _put(options.setdefault(kind, {}), option, value)
             else:
@@ -207,6 +207,21 @@ def plugin_to_check(overrides: Sequence[str]) -> tuple[registry.Entry, Any]:
     ((kind, name),) = name_of.items()
     entry = registry.get(kind, name)
     return entry, entry.make_options(options.get(kind, {}))
+
+
+def take_options(prefix: str, cls: type[T], overrides: Sequence[str]) -> tuple[T, list[str]]:
+    """The options that PREFIX.NAME=VALUE among the overrides set, as a `cls`, and the other overrides."""
+    options: dict[str, Any] = {}
+    rest = []
+    with _session(()) as session:
+        for text in overrides:
+            if not text.lstrip("+").startswith(f"{prefix}."):
+                rest.append(text)
+                continue
+            override = session.read(text.lstrip("+"))
+            value = _plain_value(override)
+            _put(options, override.key_or_group.removeprefix(f"{prefix}."), value)
+    return from_plain(cls, options, prefix), rest
 
 
 def quoted(value: str) -> str:
@@ -317,17 +332,17 @@ def _our_words() -> Iterator[None]:
 def check_name(name: str) -> None:
     """Refuse a dotted name that is no setting. Options of plugins are left to the plugin's own declaration."""
     parts = re.split(r"[@]", name)[0].split(".")
-    if parts[0].split("/")[0] == "hydra" or name == EXPERIMENT:
+    if parts[0].split("/")[0] == "hydra" and len(parts) == 1 or name == EXPERIMENT:
         return
-    where, cls = "", Settings
-    for i, part in enumerate(parts):
+    where, cls = ("hydra.", HydraConf) if parts[0] == "hydra" else ("", Settings)
+    for i, part in enumerate(parts[1:] if where else parts, len(where) > 0):
         fields = typing.get_type_hints(cls)
         if part not in fields:
             available = [f"{where}{field}" for field in fields] + ([EXPERIMENT] if cls is Settings else [])
             raise no_setting(f"{where}{part}", available)
         where += part + "."
         cls = fields[part]
-        if cls is PluginChoice or typing.get_origin(cls) is dict:
+        if cls is PluginChoice or cls is Any or typing.get_origin(cls) is dict:
             return
         if not dataclasses.is_dataclass(cls) and i + 1 < len(parts):
             raise UserError(f"no setting '{name}': {where[:-1]} is a single value.")
@@ -377,6 +392,14 @@ def _unreadable(text: str, error: OverrideParseException) -> UserError:
     return UserError(
         f"cannot read '{text}'{why}.\nA value with spaces or special characters is quoted twice: {name}='\"{value}\"'."
     )
+
+
+def _plain_value(override: Override) -> Any:
+    """The value of an override that no configuration stands behind."""
+    if override.is_sweep_override():
+        raise _ambiguous(override)
+    with _our_words():
+        return OmegaConf.to_container(OmegaConf.create([override.value()]), resolve=True)[0]
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:

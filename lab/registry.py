@@ -26,22 +26,28 @@ from typing import Any, TypeVar
 
 from lab.capabilities import Capabilities
 from lab.errors import UserError, nearest, unknown
-from lab.plugin_source import Found, NoOptions, field_docs, first_line, read_plugins
+from lab.plugin_source import Found, NoOptions, field_docs, first_line, imports_beyond_api, read_plugins
 from lab.typed import from_plain
 
 FOLDER_OF_KIND = {"attention": "attention", "spec": "spec_decode", "quant": "quant", "moe": "moe"}
-SMALL_KINDS = {"policy": "sched/policies", "sink": "metrics/sinks", "workload": "bench/workloads"}
+SMALL_KINDS = {
+    "draft_length": "runner/draft_lengths",
+    "policy": "sched/policies",
+    "sink": "metrics/sinks",
+    "workload": "bench/workloads",
+}
 KINDS = (*FOLDER_OF_KIND, *SMALL_KINDS)
 CONTRACTS = {
     "attention": "Attention",
     "spec": "Proposer",
     "quant": "Quant",
     "moe": "Moe",
+    "draft_length": "DraftLength",
     "policy": "Policy",
     "sink": "Sink",
     "workload": "Workload",
 }
-OPTIONS_OF = {kind: kind for kind in FOLDER_OF_KIND} | {"workload": "workload", "policy": "scheduler.policy_options"}
+OPTIONS_OF = {kind: kind for kind in (*FOLDER_OF_KIND, "draft_length", "workload")} | {"policy": "scheduler.policy_options"}
 RESERVED = "auto"  # what a user writes to let the capabilities decide
 ENTRY_POINT_GROUP = "lab.plugins"
 CONF_ENTRY_POINT_GROUP = "lab.conf"
@@ -141,6 +147,13 @@ class Entry:
                     f"Available: {', '.join(names) or 'none, it takes no options'}."
                 )
         return from_plain(self.options, given, OPTIONS_OF.get(self.kind, self.kind))
+
+
+def to_blame(error: BaseException) -> Entry | None:
+    """The plugin of the user's in whose file an exception was raised, or what it called raised it; None when it was none."""
+    files = [Path(frame.filename).resolve() for frame in traceback.extract_tb(error.__traceback__)]
+    of_file = {entry.path.resolve(): entry for entry in _entries.values() if entry.path and entry.source != "built-in"}
+    return next((of_file[file] for file in reversed(files) if file in of_file), None)
 
 
 _entries: dict[tuple[str, str], Entry] = {}
@@ -257,6 +270,10 @@ def _scan(root: Path, package: str, source: str) -> None:
         for found in read_plugins(path, set(CONTRACTS.values())):
             if found.broken:
                 _unparsed[path] = found.broken
+            elif source != "built-in" and (beyond := imports_beyond_api(path)):
+                found = dataclasses.replace(
+                    found, broken=f"it imports {', '.join(beyond)}: a plugin imports lab.api alone of lab."
+                )
             if not found.name:
                 continue
             _check_label(found.kind, found.name, str(path))

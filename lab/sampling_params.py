@@ -49,6 +49,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     seed: int | None = None
     skip_special_tokens: bool = True
+    max_drafts: int | None = None  # drafts verified in a step at most; 0: this request does without. It changes no output
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # written by the front, which has the tokenizer
 
     def __post_init__(self) -> None:
@@ -83,6 +84,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.max_drafts is not None:
+            _whole("max_drafts", self.max_drafts, 0, 2**31)
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**64 - 1)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):

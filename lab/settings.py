@@ -120,10 +120,11 @@ class TrackingSettings:
 
 @dataclass(frozen=True, slots=True)
 class DebugSettings:
-    """Knobs that force rare events, so that tests and studies can reach them."""
+    """Knobs for tests and studies: rare events forced, and outputs that do not depend on the batch to the last bit."""
 
     preempt_every: int = 0  # preempt one running request every so many steps; 0 is never
     check_integrity: bool = False  # verify every invariant of the block manager after each step
+    batch_invariant: bool = False  # a request's outputs have the same bits whatever is computed beside it
 
     def __post_init__(self) -> None:
         _at_least("debug.preempt_every", self.preempt_every, 0)
@@ -149,6 +150,7 @@ class Settings:
     debug: DebugSettings = field(default_factory=DebugSettings)
     attention: PluginChoice = field(default_factory=PluginChoice)
     spec: PluginChoice = field(default_factory=lambda: PluginChoice("none"))
+    draft_length: PluginChoice = field(default_factory=lambda: PluginChoice("batch"))
     quant: PluginChoice = field(default_factory=PluginChoice)
     moe: PluginChoice = field(default_factory=PluginChoice)
     workload: PluginChoice = field(default_factory=lambda: PluginChoice("prompts"))

@@ -169,7 +169,8 @@ class StepResult:
     ms: float  # execution time in the runner
     mode: str = "none"  # dispatch mode: none | piecewise | full
     padded_to: int = 0  # tokens the model ran on, padding included
-    draft_ms: float = 0.0
+    draft_ms: float = 0.0  # of it, proposing drafts
+    num_tokens: int = 0  # computed, padding not counted: fewer than planned where drafts were counted that were not made
 
 
 @dataclass(slots=True)  # one a row and step: frozen would double what it costs to make one

@@ -14,8 +14,8 @@ from lab.engine.kv_cache import row_slack
 from lab.engine.request_output import RequestOutput
 from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
 from lab.metrics.roofline import DeviceFacts, Floors
-from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals
-from lab.types import Update
+from lab.metrics.spec import RequestDrafts, SpecTimes
+from lab.metrics.summary import RequestTotals, StepTotals
 
 log = logging.getLogger("lab")
 
@@ -74,7 +74,8 @@ class Recorder:
         self.requests = RequestTotals(engine.blocks.block_size, goodput)
         block_tokens = engine.facts.block_tokens
         self.steps = StepTotals(block_tokens, row_slack(engine.blocks, block_tokens), floors.step_s)
-        self.drafts = DraftTotals()
+        self.drafts = RequestDrafts()
+        self.spec_times = SpecTimes()
         self.shown: list[tuple[Planned, RequestOutput]] = []  # of the first requests, as they end
         self.first_refusal: str | None = None
         self.num_refused = 0
@@ -104,10 +105,6 @@ class Recorder:
             log.warning("request %s was refused: %s", planned.id, error)
         self._take([refused_line(planned.id, planned.item.arrival_s, error, prompt_tokens)])
 
-    def updates(self, updates: Sequence[Update]) -> None:
-        for update in updates:
-            self.drafts.add(update.num_drafts, update.num_accepted)
-
     def finished(self, generation: Generation, planned: Planned) -> None:
         output = generation.output()
         self.num_faults += output.error is not None
@@ -119,6 +116,7 @@ class Recorder:
         """The run ends before this request does: what it had is kept."""
         lines = self._lines(generation.output(), planned)
         self.requests.add_unfinished(lines)
+        self.drafts.add(lines)
         self._write(lines)
 
     def close(self) -> None:
@@ -131,10 +129,14 @@ class Recorder:
         lines = request_lines(output, self.start_s)
         if planned.item.reference is not None:
             lines[0]["reference"] = planned.item.reference
+        if planned.item.category is not None:
+            for line in lines:
+                line["category"] = planned.item.category
         return lines
 
     def _take(self, lines: list[dict[str, Any]]) -> None:
         self.requests.add(lines)
+        self.drafts.add(lines)
         self._write(lines)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
@@ -143,6 +145,7 @@ class Recorder:
 
     def _step(self, line: dict[str, Any]) -> None:
         self.steps.add(line)
+        self.spec_times.add(line)
         self._sinks.step(line)
 
     def metrics(self) -> dict[str, Any]:
@@ -153,9 +156,10 @@ class Recorder:
         if blocks.enable_prefix_caching:
             stats = blocks.stats
             found["prefix_cache"] = {"queries": stats.queries, "hits": stats.hits, "hit_rate": stats.hit_rate}
-        drafts = self.drafts.metrics(self.steps.draft_ms_share)
-        if drafts is not None:
-            found["spec"] = drafts
+        if (drafts := self.drafts.metrics()) is not None:
+            found["spec"] = drafts | self.spec_times.metrics(self.drafts.all.alpha)
+        if categories := self.drafts.category_metrics():
+            found["categories"] = categories
         found["kv"] = {
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,

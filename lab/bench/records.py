@@ -62,6 +62,7 @@ def latencies(timeline: Timeline, start_s: float) -> dict[str, Any]:
         "decode_ms": _ms(timeline.decode_s),
         "tokens_per_step": timeline.token_counts,
         "accepted_per_step": timeline.accepted_counts,
+        "drafts_per_step": timeline.draft_counts,
     }
 
 

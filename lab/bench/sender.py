@@ -10,7 +10,6 @@ from lab.engine.generation import Generation
 from lab.engine.stack import Stack
 from lab.errors import UserError
 from lab.sampling_params import SamplingParams
-from lab.types import Update
 
 LONGEST_SLEEP_S = 0.05  # so that Ctrl-C is answered at once
 
@@ -33,8 +32,6 @@ class Listener(Protocol):
     """Who is told what happens."""
 
     def refused(self, planned: Planned, error: str) -> None: ...
-
-    def updates(self, updates: Sequence[Update]) -> None: ...
 
     def finished(self, generation: Generation, planned: Planned) -> None: ...
 
@@ -108,7 +105,6 @@ class Sender:
             self._send_due(start_s)
             if engine.has_work:
                 updates = engine.step()
-                self._listener.updates(updates)
                 self._report(outputs.process(updates))
                 self._num_tokens += sum(len(update.token_ids) for update in updates)
                 self._progress(self._num_sent - len(self._running), self._num_tokens)

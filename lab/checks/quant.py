@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lab.checks import CheckFailed
+from lab.checks import CheckFailed, NotDeclared
 from lab.contracts.quant import LinearSpec, Quant
 from lab.errors import UserError
 from lab.model.checkpoint import Checkpoint
@@ -152,6 +152,29 @@ def check_gated(entry: Entry, options: Any) -> None:
                 gate_TF, up_TF = quant.apply(w, x_TI, spec).chunk(2, dim=-1)
                 expected = torch.nn.functional.silu(gate_TF) * up_TF
                 _close(found.float(), expected.float(), dtype, f"gated is not that of apply for {num_tokens} tokens")
+
+
+def check_batch_invariance(entry: Entry, options: Any) -> None:
+    """If declared: asked to, it gives a row the same bits alone and beside any number of others."""
+    if "batch_invariant" not in entry.capabilities.features:
+        raise NotDeclared("no feature batch_invariant")
+    for dtype in _dtypes(entry):
+        quant = entry.load()(options)
+        spec = replace(_spec(quant, 608, 320, dtype), gated=True, batch_invariant=True)
+        try:
+            w = quant.finish(_random_tensors(quant, spec), spec)
+        except UserError:
+            continue  # it says so before a run begins
+        x_TI = _input(600, spec)
+        for product in (quant.apply, quant.gated):
+            wanted = product(w, x_TI, spec)
+            if wanted is None:
+                continue
+            for first, last in ((0, 1), (599, 600), (1, 3), (7, 24), (100, 133), (0, 300), (41, 600)):
+                if not torch.equal(product(w, x_TI[first:last], spec), wanted[first:last]):
+                    raise CheckFailed(
+                        f"{product.__name__} of {last - first} rows in {dtype} has other bits than the same rows among 600"
+                    )
 
 
 def check_traceable(entry: Entry, options: Any) -> None:

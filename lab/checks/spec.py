@@ -5,8 +5,13 @@ from typing import Any
 import numpy as np
 
 from lab.checks import CheckFailed, NotDeclared
+from lab.checks.spec_runs import check_outputs as check_outputs
+from lab.checks.spec_runs import check_seeds as check_seeds
+from lab.checks.spec_runs import is_bound
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.registry import Entry
+from lab.sampling_params import SamplingParams
+from lab.types import NewRow
 
 VOCAB_SIZE = 97
 UNWRITTEN = np.iinfo(np.int32).max  # stands past the end of each row, where no proposer may look
@@ -78,7 +83,7 @@ def check_view_is_left_alone(entry: Entry, options: Any) -> None:
 
 def check_probabilities(entry: Entry, options: Any) -> None:
     """When distributions are given, each draft has its own, it sums to one, and the draft is possible under it."""
-    draft = _proposer(entry, options).propose(_view(_texts()))
+    draft = _propose(_proposer(entry, options), _view(_texts()))
     if draft.probs_RSV is None:
         raise NotDeclared("its drafts have no probs_RSV")
     probs_RSV = draft.probs_RSV.double().cpu()
@@ -99,15 +104,28 @@ def check_probabilities(entry: Entry, options: Any) -> None:
 
 
 def _proposer(entry: Entry, options: Any) -> Proposer:
+    if is_bound(entry.load()):
+        raise NotDeclared("it drafts only beside its target, where the engine holds it to this in every step")
     proposer = entry.load()(options)
     if type(proposer.num_drafts) is not int or proposer.num_drafts < 0:
         raise CheckFailed(f"num_drafts must be a whole number from 0, got {proposer.num_drafts!r}")
     return proposer
 
 
+def _propose(proposer: Proposer, view: ProposeView) -> Draft:
+    """The draft for rows that begin with the view's texts as their prompts, and end after it."""
+    texts = [view.tokens_RC[row, :length] for row, length in zip(view.rows_R, view.lengths_R, strict=True)]
+    for row, text in zip(view.rows_R.tolist(), texts, strict=True):
+        proposer.start(row, NewRow(f"of row {row}", text.tolist(), len(text), SamplingParams(), 0, frozenset(), [], 0))
+    draft = proposer.propose(view)
+    for row, text in zip(view.rows_R.tolist(), texts, strict=True):
+        proposer.end(row, text)
+    return draft
+
+
 def _drafts(proposer: Proposer, view: ProposeView) -> list[list[int]]:
     """The drafts for a view, after the checks of form that hold for every one."""
-    draft = proposer.propose(view)
+    draft = _propose(proposer, view)
     if not isinstance(draft, Draft):
         raise CheckFailed(f"propose returned {type(draft).__name__}, not a Draft")
     if len(draft.token_ids) != len(view.rows_R):

@@ -22,6 +22,8 @@ from lab.cli.folders import named_folder, new_folder, point_folder, short_name
 from lab.cli.table import number, print_table
 from lab.config import Composed, SweepPlan, compose_run, quoted
 from lab.errors import UserError
+from lab.report.comparison import write_report
+from lab.report.rows import read_rows
 
 GRACE_S = 60  # for an interrupted point to write what it has finished
 METRICS = (  # the columns of sweep.csv, dotted names of metrics.json
@@ -120,12 +122,12 @@ class Sweep:
             elif point.status == "pending":
                 point.status, point.reason = "skipped", "interrupted" if interrupted else "an earlier point failed"
         self.write()
-        self._report()
+        self._report(self._page())
         return 130 if interrupted else self._exit_code()
 
     def write(self) -> None:
         """sweep.json and sweep.csv, each replaced whole, so that a reader never sees half of one."""
-        rows = [p.row() for p in self.points]
+        rows = self._rows()
         record = {"folder": str(self.folder), "swept": self.plan.swept, "counts": self._counts(), "points": rows}
         table = io.StringIO()
         writer = csv.DictWriter(table, [*self.points[0].facts(), *METRICS], extrasaction="ignore", lineterminator="\n")
@@ -164,11 +166,17 @@ class Sweep:
         self.write()
         print(_outcome(point), file=self.out, flush=True)
 
-    def _report(self) -> None:
+    def _page(self) -> Path:
+        try:
+            return write_report(self.folder, self.folder.name, read_rows([self.folder]))
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename}: {error.strerror}.") from None
+
+    def _report(self, page: Path) -> None:
         counts = self._counts()
         if self.arguments.json:
-            rows = [p.row() for p in self.points]
-            print(json.dumps({"folder": str(self.folder), "counts": counts, "points": rows}))
+            record = {"folder": str(self.folder), "counts": counts, "points": self._rows(), "report": str(page)}
+            print(json.dumps(record))
             return
         shown = [m for m in SHOWN if any(isinstance(p.metrics.get(m), int | float) for p in self.points)]
         failed = any(p.reason for p in self.points)
@@ -180,7 +188,13 @@ class Sweep:
             rows.append([str(p.number), *p.params.values(), p.status, *values, *([p.reason] if failed else [])])
         print()
         print_table(headers, rows)
-        print(f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}\n{self.folder}")
+        print(
+            f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}\n{self.folder}\nplots and tokens: {page}"
+        )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The points' rows; their folders are relative to the sweep's."""
+        return [{**p.row(), "folder": str(p.folder.relative_to(self.folder))} for p in self.points]
 
     def _counts(self) -> dict[str, int]:
         counts = {"ok": 0, "failed": 0}

@@ -56,8 +56,9 @@ Overrides are NAME=VALUE with the names of conf/config.yaml, where each stands w
 Sweeps: with -m every comma makes another point, and all combinations are run, each in its own process:
   lab run -m +attention=eager,sdpa cache.block_size=8,16
   lab run -m 'seed=range(0,5)' '+workload=glob(*)'
-A point that fails is a row of the table with its reason; its folder holds the log. The sweep's folder gets sweep.csv and
-sweep.json. Exit code: 0 when every point is ok, 2 when every point failed by a mistake the user can mend, else 1.
+A point that fails is a row of the table with its reason; its folder holds the log. The sweep's folder gets sweep.csv,
+sweep.json and a comparison with plots, report.html and report.md. Exit code: 0 when every point is ok, 2 when every point
+failed by a mistake the user can mend, else 1.
 
 Values are read by Hydra's grammar, so what it must not read as a list needs quotes of its own inside the shell's:
   sampling.stop='"a,b"'         one text with a comma           sampling.stop='[a,b]'   a list of two texts
@@ -149,6 +150,38 @@ Whatever lies beyond a range is clipped, so the workload should be like what wil
                 Flag(("--out",), "out", "the file to write", "FILE"),
                 Flag(("--per",), "per", "head (the default) | tensor: what has a range of its own in each layer", "WHAT"),
             ),
+        ),
+        Verb(
+            "report",
+            "Compare runs and sweeps that are done, on one page.",
+            "lab.cli.report:report",
+            "report FOLDER... [flags]",
+            """
+Writes report.html, which needs no network, and report.md, and prints the latter: what was varied, output tokens per second,
+TTFT, ITL and TPOT, decode step over floor, and whether all runs gave the same tokens; with plots on the page.
+  lab report multirun/2026-01-31/12-00-00_attention-eager-sdpa      a sweep; `lab run -m` has done it already
+  lab report outputs/*/*                                           runs, by the settings in which they differ
+A single folder gets its report itself; several get a folder `report`, or that of --out.
+""",
+            (Flag(("--out",), "out", "the folder to write into", "FOLDER"),),
+        ),
+        Verb(
+            "train-draft",
+            "Train an EAGLE or Medusa head for a model, to draft tokens with.",
+            "lab.cli.train_draft:train_draft",
+            "train-draft --out=FOLDER [flags] [train.NAME=VALUE ...] [overrides]",
+            """
+Lets the model answer the prompts of a workload, keeps the answers in the folder, and trains the head on them, for as long as
+the target's hidden states are there: they are made batch by batch and not stored.
+  lab train-draft --out=head workload.path=prompts.jsonl train.draft_vocab=8192 train.steps=2000
+  lab run +spec=eagle spec.head=head
+With train.data=FILE it learns from texts instead: JSON lines of {"text": ...}, or of answers that were kept before.
+The head is written in the published format of its kind (train.kind=eagle3 | eagle1 | medusa1), with train.json beside it: its
+acceptance by draft position on texts that it did not see. Stopped and called again, it goes on where it was.
+
+Options: train.NAME with the names, defaults and comments of lab/train/options.py.
+""",
+            (CONFIG_DIR, Flag(("--out",), "out", "the folder to write", "FOLDER")),
         ),
         Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
     )

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from lab.compile.artifacts import Entry, key_of, open_or_make
+from lab.compile.executable import Executable
 from lab.compile.pieces import Graph, split_at_attention, unsplit, with_graph
-from lab.compile.program import Executable, Program, named_weights
+from lab.compile.program import Program, named_weights
 from lab.compile.units import INDUCTOR_SETTINGS, WORK, compile_piece, inductor_session, load_units, write_units
 from lab.model.config import ModelConfig
 from lab.native import find_compiler
@@ -116,7 +117,8 @@ def traced_facts(
         "python": platform.python_version() + sys.implementation.cache_tag,
         "code": _digest(Path(__file__).resolve().parents[1], TRACED_CODE),
         "config": repr(sorted(of_config.items())),
-        "fused": model.fused.is_native,
+        "fused": [model.fused.is_native, model.batch_invariant],
+        "aux_layers": list(model.aux_layers),
         "weights": [
             [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.device.type]
             for name, tensor in named_weights(model).items()

@@ -77,6 +77,8 @@ class Dispatcher:
 
     With `sizes`, keys are those of `keys` and a step is padded up to the next of them; a step larger than all of them runs
     uncaptured. With None, any shape will do (the CPU, where a compiled callable takes every size): nothing is padded.
+
+    A decode step has `uniform_q` tokens in every row, or one: where drafts are not worth verifying there are none.
     """
 
     def __init__(self, modes: Modes, sizes: Sequence[int] | None, *, max_rows: int, uniform_q: int = 1) -> None:
@@ -84,10 +86,9 @@ class Dispatcher:
         self.sizes = None if sizes is None else tuple(sorted(set(sizes)))
         self._max_rows = max_rows
         self.uniform_q = uniform_q
-        self._uniform_sizes = self._sizes_of_uniform_rows()
+        self._uniform_sizes = {q: self._sizes_of_uniform_rows(q) for q in {1, uniform_q}}
 
-    def _sizes_of_uniform_rows(self) -> tuple[int, ...]:
-        q = self.uniform_q
+    def _sizes_of_uniform_rows(self, q: int) -> tuple[int, ...]:
         limit = self._max_rows * q
         return tuple(sorted({min(-(-size // q) * q, limit) for size in self.sizes or ()}))
 
@@ -96,18 +97,19 @@ class Dispatcher:
         """Every key that can be dispatched to a captured graph, largest first: the order in which to capture."""
         keys = set()
         if self.modes.decode != "none":
-            keys |= {self._decode_key(size) for size in self._uniform_sizes}
+            keys |= {self._decode_key(size, q) for q, sizes in self._uniform_sizes.items() for size in sizes}
         if self.modes.mixed != "none":
             keys |= {self._mixed_key(size) for size in self.sizes or ()}
         return tuple(sorted(keys, key=lambda key: (-key.num_tokens, key.mode, key.uniform_q)))
 
     def dispatch(self, num_tokens: int, num_rows: int, *, uniform: bool) -> BatchKey:
         """The key for a step of so many tokens in so many rows; `uniform`: every row has `uniform_q` tokens."""
-        is_decode = uniform and num_tokens == num_rows * self.uniform_q
+        q = 1 if num_tokens == num_rows else self.uniform_q
+        is_decode = num_tokens == num_rows * q and (uniform or q == 1)
         mode = self.modes.decode if is_decode else self.modes.mixed
         if mode == "none":
             return BatchKey("none", num_tokens)
-        sizes = self._uniform_sizes if is_decode else self.sizes
+        sizes = self._uniform_sizes[q] if is_decode else self.sizes
         if self.sizes is None:
             size = num_tokens
         else:
@@ -115,11 +117,11 @@ class Dispatcher:
             if index == len(sizes):
                 return BatchKey("none", num_tokens)
             size = sizes[index]
-        return self._decode_key(size) if is_decode else self._mixed_key(size)
+        return self._decode_key(size, q) if is_decode else self._mixed_key(size)
 
-    def _decode_key(self, size: int) -> BatchKey:
+    def _decode_key(self, size: int, q: int) -> BatchKey:
         if self.modes.decode == "full":
-            return BatchKey("full", size, size // self.uniform_q, self.uniform_q)
+            return BatchKey("full", size, size // q, q)
         return BatchKey("piecewise", size)
 
     def _mixed_key(self, size: int) -> BatchKey:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lab.compile.dispatch import BatchKey, Dispatcher
-from lab.compile.program import AttentionCall, Executable, attend
+from lab.compile.executable import Executable, attend
+from lab.compile.program import AttentionCall
 from lab.context import ForwardContext, forward_context
 from lab.contracts.attention import Attention
 from lab.types import Watch

@@ -1,4 +1,4 @@
-"""A captured forward pass as plain data, and the object that runs it.
+"""A captured forward pass as plain data, and what its calls come to for one model.
 
 A `Program` is a straight line of calls over numbered registers: compiled units, and attention between them. It holds no
 tensors: weights are named, so that it can be kept as JSON and bound to any model of the same shapes.
@@ -11,9 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-
-from lab.model.layers.attention import run_attention
-from lab.types import Watch
 
 Run = Callable[[list[Any]], Sequence[Any]]  # from the registers to the values of a call's outputs
 
@@ -84,51 +81,6 @@ class BoundCall:
     template: list[Any]
     run: Run
     outputs: tuple[int, ...]
-
-
-class Executable:
-    """A program with its units, bound to a model's weights. Called like the model itself, in an open forward context."""
-
-    def __init__(self, program: Program, units: list[Unit], model: nn.Module) -> None:
-        weights = named_weights(model)
-        self.program = program
-        self.calls: list[BoundCall | AttentionCall] = []
-        for call in program.calls:
-            if isinstance(call, AttentionCall):
-                self.calls.append(call)
-                continue
-            template: list[Any] = [None] * call.num_args
-            for position, name in call.weights:
-                template[position] = weights[name]
-            unit = units[call.unit]
-            self.calls.append(BoundCall(unit, template, unit.bind(template, call.values), call.outputs))
-
-    def watch(self, watch: Watch) -> None:
-        """Let each unit's calls be timed, as `piece` and its number."""
-        for index, (call, bound) in enumerate(zip(self.program.calls, self.calls, strict=True)):
-            if isinstance(call, UnitCall):
-                self.calls[index] = dataclasses.replace(bound, run=watch(f"piece {call.unit}", bound.run))
-
-    def registers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[Any]:
-        """Fresh registers that hold the inputs."""
-        registers: list[Any] = [None] * self.program.num_registers
-        registers[NUM_TOKENS], registers[INPUT_IDS], registers[POSITIONS] = len(input_ids_T), input_ids_T, positions_T
-        return registers
-
-    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        registers = self.registers(input_ids_T, positions_T)
-        for call in self.calls:
-            if type(call) is AttentionCall:
-                attend(call, registers)
-                continue
-            for register, value in zip(call.outputs, call.run(registers), strict=True):
-                registers[register] = value
-        return registers[self.program.output]
-
-
-def attend(call: AttentionCall, registers: list[Any]) -> None:
-    """Run one attention call on the registers."""
-    run_attention(registers[call.q], registers[call.k], registers[call.v], registers[call.out], call.layer)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from lab.settings import CompileSettings
 
 if TYPE_CHECKING:
     from lab.compile.compiler import Form, TracedPlugin
-    from lab.compile.program import Executable
+    from lab.compile.executable import Executable
     from lab.runner.batch import BatchBuilder
 
 log = logging.getLogger("lab")

@@ -7,7 +7,7 @@ is the text of the wrapper, so it does what Inductor meant; a wrapper with anyth
 
 import ast
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Register:
 
 @dataclass(slots=True)
 class Step:
-    """One call of a Tape's method: `reads` and `writes` are the registers concerned."""
+    """One call of a Tape's method, or of call_tape: `reads` and `writes` are the registers concerned."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -67,35 +67,57 @@ class TapeUnit:
 
     def __init__(self, translation: Translation) -> None:
         self._parameters = translation.parameters
-        self._tape = torch.classes.lab_tape.Tape(translation.num_registers)
-        for step in translation.steps:
-            getattr(self._tape, step.method)(*step.arguments, step.dropped)
+        self._tape = made_of(translation.steps, translation.num_registers)
         self._outputs = translation.outputs
 
-    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    def bind(self, template: list[Any], values: Sequence[tuple[int, int]]) -> "TapeRun":
         """As Unit.bind has it."""
         source = dict(values)
         tokens = self._parameters.index(None)
         inputs = [position for position in source if position != tokens]
         weights = [position for position in range(len(template)) if position not in source]
-        tape = torch.classes.lab_tape.BoundTape(
+        bound = torch.classes.lab_tape.BoundTape(
             self._tape,
             [self._parameters[position] for position in weights],
             [template[position] for position in weights],
             [self._parameters[position] for position in inputs],
             self._outputs,
         )
-        return _run_on(tape, [source[position] for position in inputs], source[tokens])
+        return TapeRun(bound, [source[position] for position in inputs], source[tokens])
 
 
-def _run_on(tape: Any, inputs: list[int], tokens: int) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    run, address = torch.ops.lab_tape.run.default, tape.address()
+class TapeRun:
+    """Runs a bound tape on the registers of a program."""
 
-    def run_piece(registers: list[Any]) -> Sequence[torch.Tensor]:
-        return run(address, [registers[at] for at in inputs], registers[tokens])
+    __slots__ = ("_address", "_run", "_tokens", "bound", "inputs")
 
-    run_piece.tape = tape  # lives as long as its address is in use
-    return run_piece
+    def __init__(self, bound: Any, inputs: list[int], tokens: int) -> None:
+        self.bound = bound  # lives as long as its address is in use
+        self.inputs = inputs
+        self._tokens = tokens
+        self._run, self._address = torch.ops.lab_tape.run.default, bound.address()
+
+    def __call__(self, registers: list[Any]) -> Sequence[torch.Tensor]:
+        return self._run(self._address, [registers[at] for at in self.inputs], registers[self._tokens])
+
+
+def made_of(steps: Sequence[Step], num_registers: int) -> Any:
+    """The Tape of these steps."""
+    tape = torch.classes.lab_tape.Tape(num_registers)
+    for step in steps:
+        if step.method == "call_tape":
+            torch.ops.lab_tape.call_tape(tape, *step.arguments, step.dropped)
+        else:
+            getattr(tape, step.method)(*step.arguments, step.dropped)
+    return tape
+
+
+def drop_unneeded(steps: Sequence[Step], kept: set[int]) -> None:
+    """Tell each step which registers nothing behind it needs; `kept` are those that are needed at the end."""
+    needed = set(kept)
+    for step in reversed(steps):
+        step.dropped = sorted((step.reads | step.writes) - needed)
+        needed |= step.reads | step.writes
 
 
 def load() -> None:
@@ -148,7 +170,7 @@ class _Translator:
                     raise Untranslatable(ast.unparse(statement))
         if outputs is None or self._parameters.count(None) != 1:
             raise Untranslatable("no result, or not one token count")
-        self._drop(set(outputs))
+        drop_unneeded(self._steps, set(outputs))
         return Translation(self._steps, self._num_registers, self._parameters, outputs)
 
     def _take_parameters(self, names: list[str]) -> None:
@@ -187,8 +209,8 @@ class _Translator:
                 return self._view(self._register(tensor), self._pairs(sizes), self._pairs(strides), _pair(self._size(offset)))
             case ast.Call(func=ast.Name(id="empty_strided_cpu"), args=[sizes, strides, dtype], keywords=[]):
                 return self._new_tensor(self._pairs(sizes), self._pairs(strides), ast.unparse(dtype))
-            case ast.Call(func=ast.Attribute() as operator, args=arguments, keywords=[]):
-                return self._call_operator(ast.unparse(operator), arguments)
+            case ast.Call(func=ast.Attribute() as operator, args=arguments, keywords=named):
+                return self._call_operator(ast.unparse(operator), arguments, named)
         raise Untranslatable(ast.unparse(node))
 
     def _size(self, node: ast.expr) -> Size:
@@ -235,7 +257,7 @@ class _Translator:
             raise Untranslatable(f"the arguments of {name}")
         self._steps.append(Step("call_loop", (self._loops[name], arguments), reads, set()))
 
-    def _call_operator(self, path: str, nodes: list[ast.expr]) -> Register | list[Register]:
+    def _call_operator(self, path: str, nodes: list[ast.expr], named: list[ast.keyword]) -> Register | list[Register]:
         match path.split("."):
             case ["torch", "ops", namespace, name, overload]:
                 operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
@@ -243,10 +265,13 @@ class _Translator:
                 raise Untranslatable(path)
         schema = operator._schema
         values = [self._value(node) for node in nodes]
+        by_name = {keyword.arg: self._value(keyword.value) for keyword in named}
         for parameter in schema.arguments[len(values) :]:
-            if not parameter.has_default_value():
+            if parameter.name not in by_name and not parameter.has_default_value():
                 raise Untranslatable(f"{path} without its {parameter.name}")
-            values.append(parameter.default_value)
+            values.append(by_name.pop(parameter.name, parameter.default_value))
+        if by_name:
+            raise Untranslatable(f"{path} with {', '.join(map(str, by_name))}")
         values = [_fitted(parameter, value, path) for parameter, value in zip(schema.arguments, values, strict=True)]
         if not all(str(result.type) == "Tensor" for result in schema.returns):
             raise Untranslatable(f"{path}, which returns something else than tensors")
@@ -281,12 +306,6 @@ class _Translator:
             else:
                 raise Untranslatable(f"{value!r} as an argument")
         return flat, reads
-
-    def _drop(self, kept: set[int]) -> None:
-        """Tell each step which registers nothing behind it needs."""
-        for step in reversed(self._steps):
-            step.dropped = sorted((step.reads | step.writes) - kept)
-            kept |= step.reads | step.writes
 
 
 def _fitted(parameter: Any, value: Any, path: str) -> Any:

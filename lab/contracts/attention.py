@@ -30,6 +30,18 @@ class AttentionSpec:
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     softcap: float | None = None
     kv_scales: Literal["none", "token_head", "head"] = "none"  # of a quantized kv_dtype (float8_e4m3fn, int8): see Attention
+    # a token must get the same bits whatever rows and tokens are computed beside it: asked only of the feature of that name
+    batch_invariant: bool = False
+    has_sinks: bool = False  # the softmax has one more term for each query head, a logit of the layer's: see Attention
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator of torch.ops that returns nothing, and its arguments by name: q, k, v, out, slots, kv, or a field of the
+    plan that holds a tensor."""
+
+    operator: "torch._ops.OpOverload"
+    arguments: tuple[str, ...]
 
 
 class Attention(ABC):
@@ -41,6 +53,10 @@ class Attention(ABC):
     that a block's bytes count them. `token_head`: `write` gives each token, KV head and half (keys, values) a scale of its
     own and stores it with the block. `head`: a layer's scales are fixed, one for each half and KV head, and `set_scales` puts
     them into the layer's cache once; what lies beyond them is clipped.
+
+    Of layers with attention sinks (`spec.has_sinks`) each query head has a logit that no key stands behind: its exponential
+    counts in the denominator of the softmax (and so in the logsumexp), neither scaled nor capped. `set_sinks` puts a layer's
+    into its cache once, for layers of one spec share all else.
     """
 
     kind: ClassVar[str]
@@ -89,6 +105,12 @@ class Attention(ABC):
         Writes into out_TNH. The outputs of padding tokens must be finite.
         """
 
+    def operators(self) -> Sequence[OperatorCall] | None:
+        """What `write` and then `attend` do on the CPU, if it is no more than calls of operators: a compiled step then runs
+        them without Python. None: it is more.
+        """
+        return None
+
     def attend_lse(
         self, q_TNH: "torch.Tensor", kv: "torch.Tensor", plan: Any, out_TNH: "torch.Tensor", lse_TN: "torch.Tensor"
     ) -> None:
@@ -108,3 +130,7 @@ class Attention(ABC):
     def set_scales(self, kv: "torch.Tensor", scales_2K: "torch.Tensor") -> None:
         """Keep the fixed scales of a layer (float32; keys, then values) in its cache, before anything is written."""
         raise AssertionError(f"attention plugin '{self.name}' was given scales, and declares no quantized KV dtype")
+
+    def set_sinks(self, kv: "torch.Tensor", sinks_N: "torch.Tensor") -> None:
+        """Keep the sinks of a layer (float32) in its cache, before anything is attended to."""
+        raise AssertionError(f"attention plugin '{self.name}' was given sinks, and does not declare them")

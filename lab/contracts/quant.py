@@ -24,6 +24,7 @@ class LinearSpec:
     parts: tuple[tuple[str, int], ...]  # (checkpoint name of the part, its rows); one part when nothing is fused
     bias: bool = False
     gated: bool = False  # the product is gate and up side by side, of which only silu(gate) * up is wanted
+    batch_invariant: bool = False  # a row must get the same bits whatever rows stand beside it: the feature of that name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,103 @@
-"""The contract of a draft proposer. A proposer can change speed, never the output: the core verifies."""
+"""The contract of a draft proposer. A proposer can change speed, never the output: the core verifies.
+
+A proposer that works on the text alone has `propose` and nothing else. One with a model of its own is bound to its target,
+names its attention layers, whose keys and values then lie in the target's pool under the same block tables, and sees every
+step that the target ran. In the order of the calls:
+
+    bind(target)             once, before the pool is sized: load weights, refuse a target that they do not fit
+    attention_layers, aux_layers, lookahead     read once, after bind
+    attach(cache)            the pool is there (and again when a trial pool gives way to the real one)
+    observe(step)            after each step, before propose, if the class has `observes`
+    propose(view)            the drafts of the rows that sampled in that step
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lab.capabilities import Capabilities
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import nn
+
+    from lab.model.config import ModelConfig
+    from lab.model.layers.attention import AttentionLayer
+    from lab.runner.batch import Batch
+    from lab.types import NewRow
+
+
+class Target(Protocol):
+    """The model that drafts are for, as a proposer sees it, and what its own layers are loaded with.
+
+    `max_rows` and `max_model_len` are the sizes that state kept for each row must have.
+    """
+
+    name: str  # as model.path has it
+    config: "ModelConfig"
+    dtype: "torch.dtype"
+    device: "torch.device"
+    max_rows: int
+    max_model_len: int
+
+    def embed(self, ids_T: "torch.Tensor") -> "torch.Tensor":
+        """The target's embeddings of these tokens: TD."""
+
+    def logits(self, hidden_LD: "torch.Tensor") -> "torch.Tensor":
+        """logits_LV in float32, by the target's head, of hidden states after its final norm."""
+
+    def greedy(self, hidden_LD: "torch.Tensor") -> "torch.Tensor":
+        """ids_L of the largest of `logits`."""
+
+    def load_head(self, folder: Path, kind: str) -> "nn.Module":
+        """A draft head in a published format, in the target's dtype on its device: see lab.model.heads.
+
+        Raises UserError when it is none, or is made for another target, with the sizes that differ.
+        """
+
+    def load_model(self, path: str) -> "nn.Module":
+        """Another model by model.path's rules, in the target's dtype on its device, with its own attention layers.
+
+        Raises UserError when its vocabulary is not the target's, or it takes fewer positions.
+        """
+
+
+class DraftCache(Protocol):
+    """Keys and values of a proposer's own layers, in blocks that the target's block tables name.
+
+    Slot p of a row belongs to its position p, as in the target's layers. Positions for which the row has no block yet lie in
+    scratch blocks of the row, which are good for one `propose`: enough for `num_drafts` positions.
+    """
+
+    def running(self, batch: "Batch") -> AbstractContextManager[None]:
+        """Where the layers may be called for this batch: a step's own, or one of `batch` and `chain`."""
+
+    def batch(self, rows_R: "np.ndarray", start_R: "np.ndarray", ids: "Sequence[np.ndarray]") -> "Batch":
+        """A batch of these tokens for each row, the first at position start_R."""
+
+    def chain(self, rows_R: "np.ndarray", start_R: "np.ndarray", num: int) -> "list[Batch]":
+        """`num` batches of one token a row, at positions start_R, start_R + 1, ...; their input_ids_T are not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step that the target ran, and how much of it stands. Rows are those of the batch, sampling or not.
+
+    Of row r the positions start_R .. start_R + num_kept_R - 1 are of known tokens; what the batch has after them were
+    drafts that were rejected. The token after the last kept position is known too: sampled, or the prompt's next.
+    """
+
+    batch: "Batch"
+    hidden_TD: "torch.Tensor"  # after the final norm, as the target's head gets it
+    aux_ATD: "torch.Tensor | None"  # what entered each of the proposer's aux_layers; None when it has none
+    tokens_RC: "np.ndarray"  # int32, a view of the persistent rows: index it with rows_R
+    rows_R: "np.ndarray"
+    start_R: "np.ndarray"
+    num_kept_R: "np.ndarray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +105,18 @@ class ProposeView:
     """What a proposer sees after a step's verification: the rows that sampled and may take drafts.
 
     tokens_RC are the host rows of token history (capacity C wide, only the first lengths_R entries are tokens);
-    limits_R is the largest number of drafts each row may get (context and length limits).
+    limits_R is the largest number of drafts each row may get: by context and length limits, by the run's draft length and the
+    request's own. A row's limit may be 0 in one step and more in the next.
+
+    A proposer that draws its drafts draws them by the request's own uniforms: then they do not depend on the rows beside it.
     """
 
     tokens_RC: "np.ndarray"  # int32, a view of the persistent rows: index it with rows_R
     rows_R: "np.ndarray"
     lengths_R: "np.ndarray"
     limits_R: "np.ndarray"
+    temperatures_R: "np.ndarray | None" = None  # float64; 0 is greedy. None: all are
+    uniforms_RS: "np.ndarray | None" = None  # float64 in [0, 1), one for each draft; None with temperatures_R
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +128,19 @@ class Draft:
 
 
 class Proposer(ABC):
-    """Proposes draft tokens for the next step."""
+    """Proposes draft tokens for the next step.
+
+    `start` and `end` say whose text a row holds. One that looks at nothing but the view needs neither.
+    """
 
     kind: ClassVar[str]
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
-    num_drafts: int  # the most it ever proposes for a row; lookahead slots are kept for so many
+    observes: ClassVar[bool] = False  # whether it wants `observe`
+    num_drafts: int  # the most it ever proposes for a row
+    attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind
+    aux_layers: Sequence[int] = ()  # of the target: what enters these is passed to `observe`; after bind
+    lookahead: int = 0  # what its layers keep for a position may depend on so many tokens after it; the prefix cache must know
 
     @dataclass(frozen=True)
     class Options:
@@ -47,6 +148,24 @@ class Proposer(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+    def start(self, row: int, request: "NewRow") -> None:  # noqa: B027 - most have nothing to note
+        """A request begins in this row, or resumes there after a preemption with the output that it has."""
+
+    def end(self, row: int, tokens: "np.ndarray") -> None:  # noqa: B027 - most have nothing to forget
+        """The row's request is gone: it ended, or was preempted. `tokens` are its prompt and output, a view of the row."""
+
+    def bind(self, target: Target) -> None:
+        """Take the target, and load what is needed for it. Raises UserError when they do not fit."""
+        self.target = target
+
+    def attach(self, cache: DraftCache) -> None:
+        """Take the cache of the proposer's own attention layers."""
+        self.cache = cache
+
+    def observe(self, step: StepView) -> None:
+        """See what the target computed in a step; only of a class that `observes`."""
+        raise AssertionError(f"spec plugin '{self.name}' says that it observes, and has no observe")
 
     @abstractmethod
     def propose(self, view: ProposeView) -> Draft:

@@ -20,6 +20,7 @@ class WorkItem:
     priority: int = 0
     cache_salt: str | None = None
     reference: str | None = None
+    category: str | None = None  # what drafts come to is told by category too
 
 
 @dataclass(frozen=True, slots=True)

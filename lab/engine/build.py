@@ -4,7 +4,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
@@ -27,11 +31,14 @@ from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
+from lab.model.layers.attention import AttentionLayer
 from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
+from lab.runner.draft_cache import scratch_blocks
 from lab.runner.runner import Limits, Runner
+from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
 from lab.sched.scheduler import Scheduler
 from lab.settings import CacheSettings, PluginChoice, Settings
@@ -44,36 +51,27 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     """See `Engine.build`."""
     begin = time.perf_counter()
     registry.discover()
-    device = _device(settings)
+    device = choose_device(settings)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
     folder = resolve_model(settings.model.path)
     config = read_config(folder)
-    dtype = _dtype(settings.model.dtype, config, device)
+    dtype = choose_dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
-    common = {"device": device.type, "dtype": _name(dtype)}
+    common = {"device": device.type, "dtype": _name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
-    quant, moe, proposer = chosen["quant"].make(), chosen["moe"].make(), chosen["spec"].make()
+    proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    log.info("loading %s in %s on %s", settings.model.path, _name(dtype), device.type)
-    model = load_model(
-        folder,
-        config,
-        dtype=dtype,
-        device=device,
-        load_format=settings.model.load_format,
-        quant=quant,
-        moe=moe,
-        max_model_len=max_model_len,
-    )
+    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
-
+    _check_drafts_fit(proposer, grouping)
     limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
@@ -88,11 +86,23 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         group_of=grouping.group_of,
     )
     warm_begin = time.perf_counter()
-    runner = _warm_runner(settings, model, compiled, backends, scales, proposer, limits, device, grouping)
+    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    make_store = partial(
+        KVStore,
+        backends,
+        scales=scales,
+        sinks=[layer.sinks_N for layer in model.attention_layers],
+        place_of=grouping.place_of,
+        draft_backends=draft_backends,
+        num_scratch=num_scratch,
+    )
+    block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
+    draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
-    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer.num_drafts)
+    blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
     scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer.num_drafts)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
@@ -105,16 +115,11 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         dtype=_name(dtype),
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=bytes_per_block(backends) // settings.cache.block_size,
-        kv_bytes_per_block=bytes_per_block(backends, grouping.place_of),
+        kv_bytes_per_token=sum(map(bytes_per_block, (backends, draft_backends))) // settings.cache.block_size,
+        kv_bytes_per_block=block_bytes,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
-        startup_s={
-            "load": load_s,
-            "compile": compiled.seconds,
-            "warmup": warmup_s,
-            "total": time.perf_counter() - begin,
-        },
+        startup_s={"load": load_s, "compile": compiled.seconds, "warmup": warmup_s, "total": time.perf_counter() - begin},
         compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
@@ -129,30 +134,58 @@ def _scheduler(
     )
 
 
+def _load(
+    settings: Settings,
+    chosen: dict[str, Resolved],
+    proposer: Proposer,
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> nn.Module:
+    """The model, with the proposer bound to it."""
+    name = settings.model.path
+    log.info("loading %s in %s on %s", name, _name(dtype), device.type)
+    moe = chosen["moe"].make()
+    load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
+    model = load(
+        folder,
+        config,
+        load_format=settings.model.load_format,
+        quant=chosen["quant"].make(),
+        batch_invariant=settings.debug.batch_invariant,
+    )
+    load_another = partial(load, load_format="auto", quant=model.build.plain)
+    max_rows = settings.scheduler.max_num_seqs
+    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    model.aux_layers = tuple(proposer.aux_layers)
+    return model
+
+
 def _warm_runner(
     settings: Settings,
     model: nn.Module,
     compiled: Compiled,
-    backends: list[Attention],
-    scales: list[torch.Tensor],
+    make_store: Callable[[int], KVStore],
+    block_bytes: int,
     proposer: Proposer,
+    draft_length: DraftLength,
     limits: Limits,
     device: torch.device,
-    grouping: Grouping,
 ) -> Runner:
     """A runner with its KV pool, sized by a step of the largest size, and with its graphs captured."""
-    places = grouping.place_of
-    trial_store = KVStore(backends, _profile_blocks(settings, limits), scales, places)
-    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device)
+    trial_store = make_store(_profile_blocks(settings, limits))
+    runner = Runner(model, compiled.direct, compiled.dispatcher, trial_store, proposer, limits, device, draft_length)
     graphs = graph_store(compiled, runner.builder, device)
     num_blocks = num_blocks_for(
         settings.cache,
-        bytes_per_block(backends, places),
+        block_bytes,
         device,
         lambda: _profile(runner, settings, limits),
         lambda: graphs.estimate_bytes(trial_store.layers) if graphs is not None else 0,
     )
-    runner.replace_store(KVStore(backends, num_blocks, scales, places))
+    runner.replace_store(make_store(num_blocks))
     if graphs is not None:
         graphs.capture(runner.store.layers)
         runner.forward = graphs
@@ -170,17 +203,23 @@ def _compile_facts(compiled: Compiled, runner: Runner) -> CompileFacts:
     )
 
 
-def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, str]) -> dict[str, Resolved]:
+def _asked_of_all(settings: Settings) -> frozenset[str]:
+    """Features that every plugin in the way of a token must have."""
+    return frozenset({"batch_invariant"} if settings.debug.batch_invariant else ())
+
+
+def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, Any]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
     return {
         "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
         "moe": resolve("moe", settings.moe, Needs(**common)),
-        "spec": resolve("spec", settings.spec, Needs(device=common["device"])),
+        "spec": resolve("spec", settings.spec, Needs(device=common["device"], features=common["features"])),
+        "draft_length": resolve("draft_length", settings.draft_length, Needs()),
         "policy": resolve("policy", PluginChoice(settings.scheduler.policy, settings.scheduler.policy_options), Needs()),
     }
 
 
-def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, str]) -> dict[str, Sequence[Path]]:
+def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, Any]) -> dict[str, Sequence[Path]]:
     """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
     likely = resolve("attention", settings.attention, Needs(**common))
     libraries = {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
@@ -204,12 +243,25 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
 def _backends(
     settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
 ) -> list[Attention]:
+    """The attention backend of each of the model's layers."""
+    return _backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=drafts)
+
+
+def _backends_of(
+    settings: Settings,
+    layers: Sequence[AttentionLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: dict[str, Resolved],
+    *,
+    drafts: bool,
+) -> list[Attention]:
     """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
     name = settings.cache.dtype
     kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
     of_spec: dict[AttentionSpec, Attention] = {}
     backends = []
-    for layer in model.attention_layers:
+    for layer in layers:
         spec = AttentionSpec(
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
@@ -222,6 +274,8 @@ def _backends(
             sliding_window=layer.sliding_window,
             softcap=layer.softcap,
             kv_scales=kv_scales(settings.cache),
+            batch_invariant=settings.debug.batch_invariant,
+            has_sinks=layer.sinks_N is not None,
         )
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
@@ -230,6 +284,28 @@ def _backends(
             of_spec[spec] = resolved.make(spec)
         backends.append(of_spec[spec])
     return backends
+
+
+def _draft_backends(
+    settings: Settings, proposer: Proposer, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved]
+) -> list[Attention]:
+    """The attention backend of each layer of the proposer's own, recorded under `spec.attention`. They keep keys and values
+    in the model's dtype: there are few of them, and nobody has calibrated scales for them.
+    """
+    plain = replace(settings, cache=replace(settings.cache, dtype="auto", scales="auto"))
+    own: dict[str, Resolved] = {}
+    backends = _backends_of(plain, proposer.attention_layers, dtype, device, own, drafts=False)
+    chosen.update({f"spec.{key}": resolved for key, resolved in own.items()})
+    return backends
+
+
+def _check_drafts_fit(proposer: Proposer, grouping: Grouping) -> None:
+    """A proposer's own layers use the block table of a model that keeps all tokens. Raises UserError for another."""
+    if proposer.attention_layers and not grouping.is_plain:
+        raise UserError(
+            f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
+            "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
+        )
 
 
 def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:
@@ -253,6 +329,10 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("token_head_scales")
     if drafts:
         features.add("spec_verify")
+    if spec.batch_invariant:
+        features.add("batch_invariant")
+    if spec.has_sinks:
+        features.add("sinks")
     return Needs(
         device=spec.device.type,
         dtype=_name(spec.dtype),
@@ -282,14 +362,15 @@ def _limits(settings: Settings, config: ModelConfig, max_model_len: int, num_gro
     )
 
 
-def _device(settings: Settings) -> torch.device:
+def choose_device(settings: Settings) -> torch.device:
+    """The device that the settings come to. Raises UserError for one that is not here."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name) if name == "cpu" else torch.device(name, torch.cuda.current_device())
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's own, but float32 for float16 on the CPU, which computes it slowly."""
     if name == "auto":
         name = config.torch_dtype

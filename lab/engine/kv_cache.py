@@ -3,6 +3,7 @@
 import logging
 
 from lab.contracts.attention import Attention, AttentionSpec
+from lab.contracts.spec import Proposer
 from lab.kv.blocks import BlockManager
 from lab.kv.grouped import GroupedBlockManager
 from lab.kv.groups import Full, Grouping, LayerCache, group_layers, need_of
@@ -36,12 +37,12 @@ def group(backends: list[Attention], cache: CacheSettings, max_len: int) -> tupl
 def _layer_cache(layer: int, backend: Attention, cache: CacheSettings, max_len: int) -> LayerCache:
     spec = backend.spec
     page = (type(backend).name, backend.kv_shape(1, spec.block_size), str(spec.kv_dtype))
-    if spec.kv_scales == "head":  # the layer's own scales are in its tensor
+    if spec.kv_scales == "head" or spec.has_sinks:  # the layer's own scales or sinks are in its tensor
         page = (*page, layer)
     return LayerCache(need_of(spec.sliding_window if cache.free_behind_window else None, max_len), page)
 
 
-def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dtype: str, num_drafts: int) -> BlockManager:
+def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dtype: str, proposer: Proposer) -> BlockManager:
     """The manager of the pool's blocks."""
     cache = settings.cache
     options = {
@@ -50,8 +51,8 @@ def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dt
         "extra_keys": (kv_dtype, cache.scales),
     }
     if grouping.is_plain:
-        return BlockManager(num_blocks, cache.block_size, **options)
-    most = reach(settings.scheduler, num_drafts)
+        return BlockManager(num_blocks, cache.block_size, lookahead=proposer.lookahead, **options)
+    most = reach(settings.scheduler, proposer.num_drafts)
     return GroupedBlockManager(num_blocks, cache.block_size, grouping.needs, reach=most, **options)
 
 

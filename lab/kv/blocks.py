@@ -43,6 +43,7 @@ class BlockManager(BlockPool):
             fork_group share, and only their prompt's blocks.
         hash_algo: see `lab.kv.prefix.ALGORITHMS`.
         extra_keys: what the contents of every block depend on beside the tokens, e.g. the KV dtype.
+        lookahead: how many tokens past its own the contents of a block depend on.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BlockManager(BlockPool):
         enable_prefix_caching: bool = True,
         hash_algo: str = "blake2b",
         extra_keys: tuple[Key, ...] = (),
+        lookahead: int = 0,
     ) -> None:
         assert num_blocks > 0 and block_size > 0, (num_blocks, block_size)
         super().__init__(num_blocks)
@@ -60,7 +62,8 @@ class BlockManager(BlockPool):
         self.enable_prefix_caching = enable_prefix_caching
         self.needs: tuple[Need, ...] = (Full(),)
         self.stats = PrefixCacheStats()
-        self._hasher = BlockHasher(block_size, hash_algo, extra_keys)
+        self._lookahead = lookahead
+        self._hasher = BlockHasher(block_size, hash_algo, extra_keys, lookahead)
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a request of up to so many tokens holds at a time."""
@@ -81,9 +84,9 @@ class BlockManager(BlockPool):
         """
         if request.params.prompt_logprobs is not None or not self._shares(request):
             return []
-        limit = (len(request.token_ids) - 1) // self.block_size
+        limit = (len(request.token_ids) - max(1, self._lookahead)) // self.block_size
         if not self.enable_prefix_caching:
-            limit = min(limit, request.num_prompt // self.block_size)
+            limit = min(limit, (request.num_prompt - self._lookahead) // self.block_size)
         return self._find(self._digests(request, limit)[:limit])
 
     def admit(self, request: Request, hit_ids: list[int], num_tokens: int) -> None:
@@ -121,12 +124,12 @@ class BlockManager(BlockPool):
         The first `num_computed` tokens are those computed by a step that is done, submitted or being planned; what of them
         is not in `token_ids` yet (in flight, or a draft) is left out until it is known.
         """
-        num_computed, num_known = request.num_computed, len(request.token_ids)
+        num_computed, num_known = request.num_computed, len(request.token_ids) - self._lookahead
         num_full = (num_computed if num_computed < num_known else num_known) // self.block_size
         if num_full <= request.num_registered or not self._shares(request):
             return
         if not self.enable_prefix_caching:
-            num_full = min(num_full, request.num_prompt // self.block_size)
+            num_full = min(num_full, (request.num_prompt - self._lookahead) // self.block_size)
         if num_full > request.num_registered:
             self._enter(request, self._digests(request, num_full), num_full)
             request.num_registered = num_full
@@ -195,5 +198,5 @@ class BlockManager(BlockPool):
                 parent = digests[-1]
             else:  # siblings have common contents anyhow: their key is needed only where nothing else may be shared
                 parent = self._hasher.root(request.cache_salt, None if self.enable_prefix_caching else request.fork_group)
-            digests += self._hasher.chain(parent, request.token_ids[len(digests) * size : num_blocks * size])
+            digests += self._hasher.chain(parent, request.token_ids[len(digests) * size : num_blocks * size + self._lookahead])
         return digests

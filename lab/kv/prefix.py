@@ -32,12 +32,14 @@ class BlockHasher:
         block_size: tokens per block.
         algo: a name of `ALGORITHMS`; UserError for another one.
         extra_keys: what the contents of every block of this cache depend on beside the tokens, e.g. the KV dtype.
+        lookahead: how many tokens past its own a block's contents depend on: these are part of its digest.
     """
 
-    def __init__(self, block_size: int, algo: str = "blake2b", extra_keys: Sequence[Key] = ()) -> None:
+    def __init__(self, block_size: int, algo: str = "blake2b", extra_keys: Sequence[Key] = (), lookahead: int = 0) -> None:
         if algo not in ALGORITHMS:
             raise unknown("cache.hash_algo", algo, ALGORITHMS)
         self.block_size = block_size
+        self._lookahead = lookahead
         self._hash = ALGORITHMS[algo]
         self._extra_keys = tuple(extra_keys)
         self._plain_root = self._root(None, None)
@@ -53,13 +55,17 @@ class BlockHasher:
         return self._hash(b"R" + b"".join(map(_encode, keys))).digest()
 
     def chain(self, parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
-        """The digests of the full blocks that `token_ids` fill, the first of which comes after the digest `parent`."""
-        num_tokens = len(token_ids) // self.block_size * self.block_size
+        """The digests of the full blocks that `token_ids` fill, the first of which comes after the digest `parent`.
+
+        With a lookahead, only of those that have so many tokens after them.
+        """
+        num_full = max(0, len(token_ids) - self._lookahead) // self.block_size * self.block_size
+        num_tokens = num_full + self._lookahead if num_full else 0
         data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
         width, hash_ = 4 * self.block_size, self._hash
         digests = []
-        for start in range(0, len(data), width):
-            parent = hash_(b"B" + parent + data[start : start + width]).digest()
+        for start in range(0, 4 * num_full, width):
+            parent = hash_(b"B" + parent + data[start : start + width + 4 * self._lookahead]).digest()
             digests.append(parent)
         return digests
 

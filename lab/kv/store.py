@@ -24,16 +24,28 @@ class KVStore:
         num_blocks: int,
         scales: Sequence[torch.Tensor] = (),
         place_of: Sequence[int] | None = None,
+        sinks: Sequence[torch.Tensor | None] = (),
+        draft_backends: Sequence[Attention] = (),
+        num_scratch: int = 0,
     ) -> None:
-        """`scales`: scales_2K of each layer, where the specs ask for fixed ones. `place_of`: as in Grouping."""
+        """`scales`: scales_2K of each layer, where the specs ask for fixed ones; `sinks`: sinks_N of each, None for none.
+        `place_of`: as in Grouping. `draft_backends`: of a proposer's own layers, whose caches have `num_scratch` more blocks
+        than the pool.
+        """
         self.num_blocks = num_blocks
+        self.draft_backends = list(draft_backends)
+        self.draft_layers = [_zeros(b.kv_shape(num_blocks + num_scratch, b.spec.block_size), b.spec) for b in draft_backends]
         places = first_of_places(backends, place_of)
         tensors = {place: _zeros(b.kv_shape(num_blocks, b.spec.block_size), b.spec) for place, b in places.items()}
         self.layers = [tensors[place] for place in (range(len(backends)) if place_of is None else place_of)]
+        has_own = bool(scales) or any(sinks_N is not None for sinks_N in sinks)
+        assert len(places) == len(backends) or not has_own, "layers that share a tensor cannot have scales or sinks in it"
         if scales:
-            assert len(places) == len(backends), "layers that share a tensor cannot have fixed scales in it"
             for backend, kv, scales_2K in zip(backends, self.layers, scales, strict=True):
                 backend.set_scales(kv, scales_2K)
+        for backend, kv, sinks_N in zip(backends, self.layers, sinks, strict=bool(sinks)):
+            if sinks_N is not None:
+                backend.set_sinks(kv, sinks_N)
 
 
 def _zeros(shape: tuple[int, ...], spec: AttentionSpec) -> torch.Tensor:

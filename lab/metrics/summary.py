@@ -127,40 +127,6 @@ class RequestTotals:
 
 
 @dataclass(slots=True)
-class DraftTotals:
-    """Adds up what became of drafts: one `add` per row that had drafts to verify."""
-
-    num_drafts: int = 0  # rows that brought drafts
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    offered: Counter[int] = field(default_factory=Counter)  # position -> drafts that reached it
-    accepted: Counter[int] = field(default_factory=Counter)  # position -> drafts accepted there
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        if not num_drafts:
-            return
-        self.num_drafts += 1
-        self.draft_tokens += num_drafts
-        self.accepted_tokens += num_accepted
-        self.offered.update(range(num_drafts))
-        self.accepted.update(range(num_accepted))
-
-    def metrics(self, draft_ms_share: float) -> dict[str, Any] | None:
-        """The `spec` section, None without drafts. `mean_accepted_length` counts the token that follows the drafts."""
-        if not self.num_drafts:
-            return None
-        return {
-            "num_drafts": self.num_drafts,
-            "draft_tokens": self.draft_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.accepted_tokens / self.draft_tokens,
-            "acceptance_per_position": [self.accepted[i] / self.offered[i] for i in sorted(self.offered)],
-            "mean_accepted_length": 1 + self.accepted_tokens / self.num_drafts,
-            "draft_ms_share": draft_ms_share,
-        }
-
-
-@dataclass(slots=True)
 class StepTotals:
     """Adds up the lines of steps.jsonl.
 
@@ -174,8 +140,6 @@ class StepTotals:
     row_slack: float
     floor_s: Callable[[int, float], float] | None = None
     num_steps: int = 0
-    ms: float = 0.0
-    draft_ms: float = 0.0
     dispatch: Counter[str] = field(default_factory=Counter)
     num_decode_steps: int = 0
     decode_ms: float = 0.0
@@ -183,19 +147,12 @@ class StepTotals:
 
     def add(self, line: Mapping[str, Any]) -> None:
         self.num_steps += 1
-        self.ms += line["ms"]
-        self.draft_ms += line["draft_ms"]
         self.dispatch[line["mode"]] += 1
         if line["num_tokens"] == line["num_requests"] + line["num_drafts"] and self.floor_s is not None:
             kv_tokens = line["kv_used_blocks"] * self.block_tokens - line["running"] * self.row_slack
             self.num_decode_steps += 1
             self.decode_ms += line["ms"]
             self.decode_floor_ms += self.floor_s(line["num_tokens"], max(kv_tokens, 0)) * 1e3
-
-    @property
-    def draft_ms_share(self) -> float:
-        """Share of the execution time that went into proposing drafts."""
-        return self.draft_ms / self.ms if self.ms else 0.0
 
     def decode_metrics(self) -> dict[str, float]:
         """Mean floor and mean time of the steps that only decoded, and their ratio; empty when there were none."""

@@ -16,12 +16,14 @@ class Timeline:
     token_times_s: list[float] = field(default_factory=list)  # one entry per step that brought tokens
     token_counts: list[int] = field(default_factory=list)  # how many it brought
     accepted_counts: list[int] = field(default_factory=list)  # drafts accepted among them
+    draft_counts: list[int] = field(default_factory=list)  # drafts that were verified
     finish_s: float | None = None
 
-    def add_tokens(self, now_s: float, count: int, accepted: int = 0) -> None:
+    def add_tokens(self, now_s: float, count: int, accepted: int = 0, drafts: int = 0) -> None:
         self.token_times_s.append(now_s)
         self.token_counts.append(count)
         self.accepted_counts.append(accepted)
+        self.draft_counts.append(drafts)
 
     @property
     def num_tokens(self) -> int:

@@ -93,6 +93,12 @@ def read_config(folder: Path) -> ModelConfig:
     return _Reader(path, raw, architecture).config(_eos_ids(generation, generation_path))
 
 
+def read_config_as(architecture: str, path: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The shape in `raw`, read from `path`, as one of `architecture` whatever it calls itself. Raises as `read_config`."""
+    _, known = find_architecture({**raw, "architectures": [architecture]}, str(path))
+    return _Reader(path, raw, known).config(frozenset())
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UserError naming the file, and the line when it does not parse."""
     try:

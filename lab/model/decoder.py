@@ -1,5 +1,6 @@
 """The decoder: one implementation for the whole family of Llama-like models, whose differences are data in ModelConfig."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,19 @@ class Build:
     plain: Quant
     fused: Formulas
     max_model_len: int
+    batch_invariant: bool = False
 
     def linear(
         self, name: str, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False, gated: bool = False
     ) -> Linear:
         """A linear layer known as `name`, whose parts have these checkpoint names and rows."""
         rows = sum(size for _, size in parts)
-        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated)
+        spec = LinearSpec(name, in_features, rows, self.dtype, self.device, parts, bias, gated, self.batch_invariant)
         return Linear(spec, self.quant if self.quant.wants(spec) else self.plain)
+
+    def for_config(self, config: ModelConfig) -> "Build":
+        """To build unquantized layers of another shape."""
+        return dataclasses.replace(self, config=config, quant=self.plain)
 
     def norm(self, name: str, size: int) -> RMSNorm:
         config = self.config
@@ -46,7 +52,8 @@ class Build:
 class SelfAttention(nn.Module):
     """Projections, rotary positions and the attention layer."""
 
-    def __init__(self, build: Build, at: str, layer: int) -> None:
+    def __init__(self, build: Build, at: str, layer: int, *, in_features: int | None = None) -> None:
+        """`in_features`: of the projections, where they are not the hidden size."""
         super().__init__()
         config = build.config
         self._rotate = build.fused.rotate
@@ -56,7 +63,7 @@ class SelfAttention(nn.Module):
             parts = ((f"{at}.qkv_proj", q_rows + 2 * kv_rows),)
         else:
             parts = ((f"{at}.q_proj", q_rows), (f"{at}.k_proj", kv_rows), (f"{at}.v_proj", kv_rows))
-        self.qkv_proj = build.linear(f"{at}.qkv_proj", config.hidden_size, parts, bias=config.qkv_bias)
+        self.qkv_proj = build.linear(f"{at}.qkv_proj", in_features or config.hidden_size, parts, bias=config.qkv_bias)
         self.q_norm = build.norm(f"{at}.q_norm", self.head_dim) if config.qk_norm else None
         self.k_norm = build.norm(f"{at}.k_norm", self.head_dim) if config.qk_norm else None
         self.attention = AttentionLayer(
@@ -142,10 +149,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Tokens of all rows lie one after another; rows are told apart by the attention layers alone."""
+    """The model. Tokens of all rows lie one after another; rows are told apart by the attention layers alone.
+
+    `aux_layers` are layers whose inputs (the residual path) are asked for beside the result, by a proposer of drafts that
+    works on them; layer number num_layers stands for what enters the final norm.
+    """
+
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, build: Build) -> None:
         super().__init__()
+        self.build = build
         config = build.config
         size = config.vocab_size, config.hidden_size
         self.embed = Embedding(
@@ -159,7 +173,7 @@ class Decoder(nn.Module):
             self.local_rope = Rope(config.local_rope, build.max_model_len, build.device, build.fused)
         self._softcap = config.logits_softcap
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.fused = build.fused
+        self.fused, self.batch_invariant = build.fused, build.batch_invariant
         self.lm_head = build.linear("lm_head", config.hidden_size, ((head, config.vocab_size),))
 
     @property
@@ -167,18 +181,39 @@ class Decoder(nn.Module):
         return [layer.self_attention.attention for layer in self.layers]
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD after the final norm; the forward context of the step must be open."""
+        """hidden_TD after the final norm, or all that `split` takes apart; the step's forward context must be open."""
         turns = self.rope(positions_T)
         local_turns = turns if self.local_rope is None else self.local_rope(positions_T)
         hidden_TD, delta_TD = self.embed(input_ids_T), None
-        for layer in self.layers:
+        aux = {}
+        for index, layer in enumerate(self.layers):
+            if index in self.aux_layers:
+                aux[index] = hidden_TD if delta_TD is None else hidden_TD + delta_TD
             hidden_TD, delta_TD = layer(hidden_TD, delta_TD, *(local_turns if layer.is_local else turns))
-        return self.norm.of_sum(hidden_TD, delta_TD)[0]
+        normed_TD, hidden_TD = self.norm.of_sum(hidden_TD, delta_TD)
+        if not self.aux_layers:
+            return normed_TD
+        aux[len(self.layers)] = hidden_TD
+        return torch.stack([normed_TD, *(aux[index] for index in self.aux_layers)])
+
+    def split(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `forward` gave, as hidden_TD and aux_ATD in the order of `aux_layers`, None when there are none."""
+        return (output[0], output[1:]) if self.aux_layers else (output, None)
 
     def logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """logits_LV in float32."""
         logits_LV = self.lm_head(hidden_LD).float()
         return logits_LV if self._softcap is None else torch.tanh(logits_LV / self._softcap) * self._softcap
+
+    def head_of(self, ids: torch.Tensor | None) -> Linear:
+        """A vocabulary projection onto these tokens alone; None: the head itself."""
+        if ids is None:
+            return self.lm_head
+        weight_OI = self.lm_head.quant.dequantize(self.lm_head.weights, self.lm_head.spec)[ids.to(self.build.device)]
+        plain = self.build.for_config(self.build.config)
+        part = plain.linear("lm_head", self.build.config.hidden_size, (("lm_head", len(ids)),))
+        part.keep(part.quant.finish({"weight": weight_OI.to(self.build.dtype)}, part.spec))
+        return part
 
     def greedy(self, hidden_LD: torch.Tensor) -> torch.Tensor | None:
         """ids_L of the largest logits, the lowest among equals, without the logits; None where they have to be computed.

@@ -44,12 +44,14 @@ def load_model(
     quant: Quant,
     moe: Moe,
     max_model_len: int | None = None,
+    batch_invariant: bool = False,
 ) -> Decoder:
     """The model of `folder`, in eval mode and ready to run.
 
     Args:
         dtype: of activations and unquantized weights.
         load_format: auto | safetensors | gguf | dummy (random weights, for which config.json is enough).
+        batch_invariant: whether a token's outputs must not depend on the tokens beside it to the last bit.
         max_model_len: the longest context that will be served; sizes the rotary tables. None: max_position_embeddings.
 
     Raises:
@@ -69,7 +71,13 @@ def load_model(
             plain.load()(plain.make_options({})),
             fused_for(device, dtype),
             max_model_len or config.max_position_embeddings,
+            batch_invariant,
         )
+        if batch_invariant and not build.fused.is_native:
+            raise UserError(
+                "debug.batch_invariant: norms are summed in one order only by lab's own kernels, which take float32 and "
+                f"bfloat16 on the CPU and need a C++ compiler; this is {dtype} on {device.type}."
+            )
         with torch.inference_mode():
             model = Decoder(build)
             fill(model, checkpoint)

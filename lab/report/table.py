@@ -6,6 +6,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from lab.report.spec import CATEGORY_HEADER, category_rows, spec_rows
+
 LATENCY_ROWS = (
     ("TTFT", "ttft_ms"),
     ("ITL", "itl_ms"),
@@ -63,9 +65,7 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     if cache := metrics.get("prefix_cache"):
         rows.append(("prefix cache", f"{cache['hit_rate']:.1%} of {cache['queries']:,} prompt tokens"))
     if spec := metrics.get("spec"):
-        rows.append(
-            ("drafts", f"{spec['acceptance_rate']:.1%} accepted, {spec['mean_accepted_length']:.2f} tokens per verification")
-        )
+        rows += spec_rows(spec)
     if kv := metrics.get("kv"):
         share = kv["peak_used_blocks"] / kv["num_blocks"]
         rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%})"))
@@ -94,11 +94,13 @@ def latency_rows(metrics: Mapping[str, Any]) -> list[list[str]]:
 
 
 def print_summary(metrics: Mapping[str, Any], stream: IO[str]) -> None:
-    """Print both tables: drawn by rich on a terminal, plain columns elsewhere."""
-    rows, header = latency_rows(metrics), ["latency", *PERCENTILES]
+    """Print the tables that the run has: drawn by rich on a terminal, plain columns elsewhere."""
+    tables = [(["latency", *PERCENTILES], latency_rows(metrics))]
+    tables.append((list(CATEGORY_HEADER), category_rows(metrics.get("categories", {}))))
+    tables = [(header, rows) for header, rows in tables if rows]
     if not stream.isatty():
         print(plain_table([list(row) for row in headline(metrics)]), file=stream)
-        if rows:
+        for header, rows in tables:
             print("\n" + plain_table([header, *rows]), file=stream)
         return
     console = Console(file=stream)
@@ -106,10 +108,10 @@ def print_summary(metrics: Mapping[str, Any], stream: IO[str]) -> None:
     for name, value in headline(metrics):
         summary.add_row(f"[bold]{name}[/bold]", value)
     console.print(summary)
-    if rows:
+    for header, rows in tables:
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in header:
-            table.add_column(column, justify="left" if column == "latency" else "right")
+        for number, column in enumerate(header):
+            table.add_column(column, justify="right" if number else "left")
         for row in rows:
             table.add_row(*row)
         console.print("")

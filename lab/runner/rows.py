@@ -55,10 +55,12 @@ class Rows:
             self._free.append(row)
         return row
 
-    def clear(self) -> None:
-        """Take every row back."""
-        for request_id in list(self._row_of):
-            self.free(request_id)
+    def clear(self) -> list[int]:
+        """Take every row back. Returns those that were in use."""
+        rows = list(self._row_of.values())
+        self._free += rows
+        self._row_of.clear()
+        return rows
 
     def apply(self, chunk: Chunk) -> int:
         """Take in what the scheduler sends with a chunk: new blocks, and under synchronous scheduling the drafts."""
@@ -68,6 +70,10 @@ class Rows:
         if chunk.draft_ids:
             self.set_drafts(row, chunk.draft_ids)
         return row
+
+    def num_blocks(self, row: int) -> int:
+        """How many blocks the row has."""
+        return self._num_blocks[row]
 
     def set_drafts(self, row: int, draft_ids: list[int]) -> None:
         length = int(self.lengths_R[row])

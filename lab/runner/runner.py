@@ -9,6 +9,7 @@ from torch import nn
 
 from lab.compile.dispatch import BatchKey, Dispatcher
 from lab.compile.graphs import Forward
+from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, BatchBuilder, Share
@@ -45,6 +46,7 @@ class Runner:
         proposer: Proposer,
         limits: Limits,
         device: torch.device,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -62,7 +64,8 @@ class Runner:
         self.builder = BatchBuilder(self.rows, limits.block_size, device, buffers, limits.max_model_len)
         self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
-        self._drafting = Drafting(proposer, self.rows, limits.vocab_size)
+        self._drafting = Drafting(proposer, self.rows, limits.vocab_size, draft_length, self._sampler)
+        self._drafting.attach(store, limits.block_size, limits.max_model_len, device)
         self._end_R = np.full(limits.max_rows, limits.max_model_len, np.int64)  # length at which each row ends
 
     @torch.inference_mode()
@@ -75,9 +78,12 @@ class Runner:
         shares = [self._share(chunk) for chunk in step.chunks]
         key = self._key(shares)
         batch = self.builder.build(shares, key.num_tokens, key.num_rows)
-        hidden_TD = self.forward.run(key, batch, self.store.layers)
+        hidden_TD, aux_ATD = self.model.split(self.forward.run(key, batch, self.store.layers))
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
-        sampled, drafts, draft_ms = self._sample(shares, batch, hidden_TD)
+        sampled = self._sample(shares, batch, hidden_TD)
+        token_ids = [sampled[share.row][0] for share in shares if share.samples]
+        self._drafting.observe(shares, token_ids, (time.perf_counter() - begin) * 1e3)
+        drafts, draft_ms = self._draft(shares, batch, hidden_TD, aux_ATD)
         results = []
         for chunk, share in zip(step.chunks, shares, strict=True):
             prompt = prompt_logprobs.get(share.row)
@@ -88,7 +94,8 @@ class Runner:
             proposed = drafts.get(share.row, [])
             results.append(RowResult(chunk.request_id, token_ids, share.num_drafts, logprobs, prompt, proposed))
         ms = (time.perf_counter() - begin) * 1e3
-        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms)
+        num_tokens = sum(share.num_tokens for share in shares)
+        return StepResult(step.index, results, ms, key.mode, batch.num_tokens, draft_ms, num_tokens)
 
     def watch(self, watch: Watch) -> None:
         """Let each step and the calls it is made of be timed: `watch(name, call)` takes the place of each."""
@@ -100,6 +107,7 @@ class Runner:
             (self.model, "greedy", "lm_head"),
             (self._sampler, "run", "sample"),
             (self._sampler, "run_greedy", "take greedy"),
+            (self._drafting, "show", "observe"),
             (self._drafting, "propose", "propose"),
         ):
             setattr(owner, method, watch(name, getattr(owner, method)))
@@ -107,16 +115,16 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every row."""
-        for row in range(self._limits.max_rows):
+        for row in self.rows.clear():
             self._sampler.remove(row)
             self._drafting.forget(row)
-        self.rows.clear()
         self._prompt_logprobs.clear()
 
     def replace_store(self, store: KVStore) -> None:
         """Take another KV pool; only while no row is live."""
         assert len(self.rows) == 0, "rows still point into the old pool"
         self.store = store
+        self._drafting.attach(store, self._limits.block_size, self._limits.max_model_len, self.device)
 
     def _apply_rows(self, step: Step) -> None:
         for request_id in step.freed:
@@ -127,6 +135,7 @@ class Runner:
                 self._prompt_logprobs.pop(row, None)
         for new in step.new_rows:
             row = self.rows.add(new)
+            self._drafting.start(row, new)
             self._sampler.add(row, new.params, new.seed, new.eos_ids, new.token_ids, new.num_prompt)
             if new.params.prompt_logprobs is not None:
                 self._prompt_logprobs[row] = new.params.prompt_logprobs
@@ -156,8 +165,8 @@ class Runner:
 
     def _sample(
         self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor
-    ) -> tuple[dict[int, tuple[list[int], list[TokenLogprobs] | None]], dict[int, list[int]], float]:
-        """Verify and sample, move the rows on, and propose drafts: what each sampling row got, and its next drafts."""
+    ) -> dict[int, tuple[list[int], list[TokenLogprobs] | None]]:
+        """Verify and sample, and move the rows on: what each sampling row got."""
         rows = self.rows
         sampling = [s for s in shares if s.samples]
         sampled = {}
@@ -172,10 +181,18 @@ class Runner:
             rows.num_computed_R[share.row] = share.start + share.num_tokens - share.num_drafts + accepted
             if share.samples:
                 rows.append(share.row, sampled[share.row][0])
+        return sampled
+
+    def _draft(
+        self, shares: list[Share], batch: Batch, hidden_TD: torch.Tensor, aux_ATD: torch.Tensor | None
+    ) -> tuple[dict[int, list[int]], float]:
+        """The drafts of each sampling row for its next step, and how many ms they took."""
         begin = time.perf_counter()
-        row_ids = [s.row for s in sampling]
+        if self._drafting.observes:
+            self._drafting.show(shares, batch, hidden_TD, aux_ATD)
+        row_ids = [share.row for share in shares if share.samples]
         proposed = self._drafting.propose(row_ids, self._end_R[row_ids])
-        return sampled, proposed, (time.perf_counter() - begin) * 1e3
+        return proposed, (time.perf_counter() - begin) * 1e3
 
     def _choose(self, sampling: list[Share], hidden_LD: torch.Tensor) -> SampleOutput:
         """The tokens of the sampling rows. The logits are computed only where more than their largest is wanted."""

@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     SAMPLE = 0  # choosing a token from the target distribution
     ACCEPT = 1  # accepting or rejecting a draft that was drawn from a distribution
     RECOVER = 2  # choosing the token that replaces a rejected one
+    DRAFT = 3  # drawing a draft from the proposer's distribution
 
 
 def uniforms(seeds_X: np.ndarray, positions_X: np.ndarray, purpose: Purpose) -> np.ndarray:

@@ -122,6 +122,17 @@ class Sampler:
         """Log-probabilities of the tokens that follow these prompt positions, each with `num` alternatives."""
         return token_logprobs(logits_XV, next_ids, [num] * len(next_ids))
 
+    def temperatures(self, rows_R: np.ndarray) -> np.ndarray | None:
+        """Those of these rows, 0 where they are greedy; None when all are."""
+        greedy_R = self._greedy_R[rows_R]
+        return None if greedy_R.all() else np.where(greedy_R, 0.0, self._filters.temperature_W[rows_R])
+
+    def draft_uniforms(self, rows_R: np.ndarray, num_drafts: int) -> np.ndarray:
+        """What the drafts of the rows' next so many positions are drawn by: RS."""
+        positions_RS = self._num_output_R[rows_R, None] + np.arange(num_drafts)
+        seeds_RS = np.broadcast_to(self._seeds_R[rows_R, None], positions_RS.shape)
+        return uniforms(seeds_RS, positions_RS, Purpose.DRAFT)
+
     def _count(self, rows_R: np.ndarray, token_ids: list[list[int]]) -> None:
         self._num_output_R[rows_R] += np.fromiter(map(len, token_ids), np.int64, len(token_ids))
 

@@ -184,6 +184,8 @@ class Scheduler:
         if most >= request.max_len:  # if all in flight is accepted, it ends there
             return 0, 0
         wanted = self.num_drafts if self.settings.async_scheduling else len(request.draft_ids)
+        if request.params.max_drafts is not None:
+            wanted = min(wanted, request.params.max_drafts)
         if wanted == 0:
             return 1, 0
         num_drafts = max(0, min(wanted, request.max_len - most - 1, budget - 1 - num_behind))

@@ -4,8 +4,11 @@ One layer's cache is kv[2, P + 1, B, K, H], keys then values. The last block bel
 is the last slot of it, so writing padding needs no test and touches nothing that is ever read.
 
 A quantized cache has rows of bytes. With scales of each token and head a row ends in its scale, two more bytes; fixed scales
-stand, as float32, at the beginning of one more block before the last.
+stand, as float32, at the beginning of one more block before the last. Sinks, too, are float32, in blocks of their own before
+those.
 """
+
+import math
 
 import torch
 
@@ -20,7 +23,8 @@ class PlainPaged(Attention):
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         kind = self.spec.kv_scales
         size = self.spec.head_dim if kind == "none" else self._dim + 2 * (kind == "token_head")
-        return (2, num_blocks + 1 + (kind == "head"), block_size, self.spec.num_kv_heads, size)
+        shape = block_size, self.spec.num_kv_heads, size
+        return (2, num_blocks + 1 + (kind == "head") + self._sink_blocks(shape), *shape)
 
     def write(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, kv: torch.Tensor, slots_T: torch.Tensor) -> None:
         keys, values = kv.flatten(1, 2)
@@ -53,6 +57,24 @@ class PlainPaged(Attention):
 
     def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
         self._fixed(kv).copy_(scales_2K)
+
+    def set_sinks(self, kv: torch.Tensor, sinks_N: torch.Tensor) -> None:
+        place = self._sink_place(kv)
+        stored = kv[0, place].reshape(-1).view(torch.uint8)
+        stored[: sinks_N.nbytes] = sinks_N.to(kv.device).view(torch.uint8)
+        kv[0, place] = stored.view(kv.dtype).view(kv[0, place].shape)
+
+    def sinks(self, kv: torch.Tensor) -> torch.Tensor:
+        """The layer's sinks_N, float32."""
+        return kv[0, self._sink_place(kv)].reshape(-1).view(torch.uint8)[: 4 * self.spec.num_heads].clone().view(torch.float32)
+
+    def _sink_blocks(self, shape: tuple[int, ...]) -> int:
+        """So many blocks of that shape hold a float32 for each query head."""
+        return -(-4 * self.spec.num_heads // (math.prod(shape) * self.spec.kv_dtype.itemsize)) if self.spec.has_sinks else 0
+
+    def _sink_place(self, kv: torch.Tensor) -> slice:
+        end = kv.shape[1] - 1 - (self.spec.kv_scales == "head")
+        return slice(end - self._sink_blocks(kv.shape[2:]), end)
 
     @property
     def _dim(self) -> int:

@@ -28,7 +28,7 @@ class Eager(PlainPaged):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse", "token_head_scales"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "lse", "token_head_scales", "batch_invariant", "sinks"},
         priority=0,
         kv_layout="2PBKH",
     )
@@ -38,15 +38,17 @@ class Eager(PlainPaged):
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         out_TNH[plan.q_start[-1] :] = 0
+        sinks_N = self.sinks(kv) if self.spec.has_sinks else None
         for tokens, k_SKH, v_SKH in self._rows(kv, plan):
-            out_TNH[tokens] = self._attend_row(q_TNH[tokens], k_SKH, v_SKH)
+            out_TNH[tokens] = self._attend_row(q_TNH[tokens], k_SKH, v_SKH, sinks_N)
 
     def attend_lse(
         self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor
     ) -> None:
         self.attend(q_TNH, kv, plan, out_TNH)
+        sinks_N = self.sinks(kv) if self.spec.has_sinks else None
         for tokens, k_SKH, _ in self._rows(kv, plan):
-            lse_TN[tokens] = self._scores(q_TNH[tokens], k_SKH).logsumexp(-1).T
+            lse_TN[tokens] = _with_sinks(self._scores(q_TNH[tokens], k_SKH), sinks_N).logsumexp(-1).T
 
     def _rows(self, kv: torch.Tensor, plan: Plan) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Each row's tokens, and its keys and values in float32."""
@@ -60,9 +62,15 @@ class Eager(PlainPaged):
         rows_2SKS = kv[:, blocks_M[:num_blocks].long()].flatten(1, 2)[:, :ctx_len]
         return self.values(kv, 0, rows_2SKS[0]).float(), self.values(kv, 1, rows_2SKS[1]).float()
 
-    def _attend_row(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor) -> torch.Tensor:
+    def _attend_row(
+        self, q_QNH: torch.Tensor, k_SKH: torch.Tensor, v_SKH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.spec.batch_invariant and len(q_QNH) > 1:  # products of one shape for a token, whatever came with it
+            before = len(k_SKH) - len(q_QNH)
+            ends = range(before + 1, len(k_SKH) + 1)
+            return torch.cat([self._attend_row(q_QNH[i : i + 1], k_SKH[:n], v_SKH[:n], sinks_N) for i, n in enumerate(ends)])
         v_SNH = v_SKH.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 1)
-        weights_NQS = self._scores(q_QNH, k_SKH).softmax(-1)
+        weights_NQS = _with_sinks(self._scores(q_QNH, k_SKH), sinks_N).softmax(-1)[..., : len(k_SKH)]
         return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype)
 
     def _scores(self, q_QNH: torch.Tensor, k_SKH: torch.Tensor) -> torch.Tensor:
@@ -77,3 +85,10 @@ class Eager(PlainPaged):
         if self.spec.sliding_window is not None:
             hidden |= k_position <= q_position - self.spec.sliding_window
         return scores_NQS.masked_fill(hidden, float("-inf"))
+
+
+def _with_sinks(scores_NQS: torch.Tensor, sinks_N: torch.Tensor | None) -> torch.Tensor:
+    """The sinks as one more key behind all others, which has no value."""
+    if sinks_N is None:
+        return scores_NQS
+    return torch.cat((scores_NQS, sinks_N[:, None, None].expand(-1, scores_NQS.shape[1], 1)), -1)

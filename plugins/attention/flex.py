@@ -24,7 +24,7 @@ import torch
 import torch.fx.experimental._config
 from torch.nn.attention import flex_attention as flex
 
-from lab.api import AttentionSpec, Capabilities, dataclass, register
+from lab.api import AttentionSpec, Capabilities, UserError, dataclass, register
 
 from ._functions import load_function
 from .sdpa import Group, Sdpa
@@ -55,8 +55,8 @@ class Flex(Sdpa):
     capabilities = Capabilities(
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
-        kv_dtypes={"float32", "bfloat16", "float16"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify"},
+        kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "sinks"},
         packages=("cuda:triton",),
         kv_layout="2PBKH",
         priority=5,
@@ -71,30 +71,32 @@ class Flex(Sdpa):
         if options.mask_mod is not None:
             self._mask_mod = load_function(options.mask_mod, "attention.mask_mod", query_and_key)
         self._is_compiled = spec.device.type == "cuda" if options.compiled is None else options.compiled
+        if self._is_compiled and spec.has_sinks and spec.device.type == "cpu":
+            raise UserError("attention.compiled=true: attention sinks need a logsumexp, which torch compiles for CUDA only.")
         self._flex = torch.compile(flex.flex_attention, dynamic=True) if self._is_compiled else flex.flex_attention
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: list[Group], out_TNH: torch.Tensor) -> None:
-        keys, values = kv.flatten(1, 2)
-        num_heads, num_kv, dim = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        num_heads, dim = self.spec.num_heads, self.spec.head_dim
+        sinks_N = self.sinks(kv) if self.spec.has_sinks else None
         done = 0
         for group in plan:
-            num_rows, num_ctx = group.slots_RS.shape
-            index, mods = group.slots_RS.reshape(-1), group.mask
-            k_RKSH = keys.index_select(0, index).view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
-            v_RKSH = values.index_select(0, index).view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
+            num_rows, mods = group.num_rows, group.mask
+            k_RKSH, v_RKSH = self._gathered(kv, group, q_TNH.dtype)
             q_RQNH = q_TNH[group.q_index].view(num_rows, -1, num_heads, dim)
             num_q = q_RQNH.shape[1]
             q_RNQH = torch.nn.functional.pad(q_RQNH, (0, 0, 0, 0, 0, mods.num_q - num_q)).transpose(1, 2)
-            out_RNQH = self._call(q_RNQH, k_RKSH, v_RKSH, mods)[:, :, :num_q]
+            out_RNQH = self._call(q_RNQH, k_RKSH, v_RKSH, mods, sinks_N)[:, :, :num_q]
             out_TNH[group.q_index] = out_RNQH.transpose(1, 2).reshape(-1, num_heads, dim)
             done += num_rows * num_q
         out_TNH[done:] = 0  # padding tokens stand at the end
 
-    def _call(self, q_RNQH: torch.Tensor, k_RKSH: torch.Tensor, v_RKSH: torch.Tensor, mods: Mods) -> torch.Tensor:
+    def _call(
+        self, q_RNQH: torch.Tensor, k_RKSH: torch.Tensor, v_RKSH: torch.Tensor, mods: Mods, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._is_compiled:
             torch._dynamo.mark_static(q_RNQH, 2)
         with _compiling() if self._is_compiled else _interpreted():
-            return self._flex(
+            found = self._flex(
                 q_RNQH,
                 k_RKSH,
                 v_RKSH,
@@ -102,7 +104,12 @@ class Flex(Sdpa):
                 block_mask=mods.block_mask,
                 scale=self.spec.scale,
                 enable_gqa=True,
+                return_aux=None if sinks_N is None else flex.AuxRequest(lse=True),
             )
+        if sinks_N is None:
+            return found
+        out_RNQH, aux = found  # of the denominator the keys' share is what remains of the outputs
+        return (out_RNQH * (aux.lse - sinks_N[:, None]).sigmoid()[..., None]).to(out_RNQH.dtype)
 
     def _mask(self, num_q: int, contexts_R: np.ndarray) -> Mods:
         """How these rows of `num_q` tokens attend, the last tokens of their contexts."""

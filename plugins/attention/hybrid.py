@@ -41,7 +41,7 @@ class Hybrid(Attention):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "spec_verify", "token_head_scales"},
+        features={"gqa", "sliding_window", "spec_verify", "token_head_scales", "sinks"},
         kv_layout="2PBKH",
         priority=-10,
     )
@@ -71,7 +71,9 @@ class Hybrid(Attention):
         graph = both.graph if both.graph in GRAPHS else "uniform"
         if graph == "never" and others.graph != "never":
             graph = "decode"  # such a graph holds nothing of the prefill backend
-        return replace(both, features=both.features - {"lse"}, graph=graph, priority=cls.capabilities.priority)
+        return replace(
+            both, features=both.features - {"lse", "batch_invariant"}, graph=graph, priority=cls.capabilities.priority
+        )
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)
@@ -99,6 +101,9 @@ class Hybrid(Attention):
 
     def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
         self._cache.set_scales(kv, scales_2K)
+
+    def set_sinks(self, kv: torch.Tensor, sinks_N: torch.Tensor) -> None:
+        self._cache.set_sinks(kv, sinks_N)
 
     def plan(self, batch: Any, reuse: Any = None) -> list[Part]:
         decodes_R = np.diff(batch.q_start_R1_cpu) == 1

@@ -3,6 +3,8 @@
 Rows with few tokens (decodes, draft verification) are batched by their number of tokens, the query heads of one KV head
 standing as query rows, so that keys and values are never repeated. Longer rows go one by one: causal without a mask when
 nothing precedes them, else with a mask over the cached part.
+
+Attention sinks are one more key of zeros, whose score is what the mask adds, with a value of zeros.
 """
 
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class Sdpa(PlainPaged):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "spec_verify", "token_head_scales"},
+        features={"gqa", "sliding_window", "spec_verify", "token_head_scales", "sinks"},
         priority=10,
         kv_layout="2PBKH",
     )
@@ -61,31 +63,47 @@ class Sdpa(PlainPaged):
         return groups
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: list[Group], out_TNH: torch.Tensor) -> None:
-        keys, values = kv.flatten(1, 2)
         num_heads, num_kv, dim = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         done = 0
         for group in plan:
-            num_rows, num_ctx = group.slots_RS.shape
-            index = group.slots_RS.reshape(-1)
-            k_XKH, v_XKH = (self.values(kv, i, half.index_select(0, index)) for i, half in enumerate((keys, values)))
-            k_RKSH = k_XKH.view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
-            v_RKSH = v_XKH.view(num_rows, num_ctx, num_kv, dim).transpose(1, 2).to(q_TNH.dtype)
+            num_rows = group.num_rows
+            k_RKSH, v_RKSH = self._gathered(kv, group, q_TNH.dtype)
             q_XNH = q_TNH[group.q_index]
             num_q = len(q_XNH) // num_rows
             done += len(q_XNH)
-            if group.mask is None or num_q > BATCHED_UP_TO:
+            mask = group.mask
+            if self.spec.has_sinks:
+                k_RKSH, v_RKSH = (F.pad(x_RKSH, (0, 0, 0, 1)) for x_RKSH in (k_RKSH, v_RKSH))
+                mask = self._mask_with_sinks(group.mask, kv, num_q)
+            if mask is None or num_q > BATCHED_UP_TO:
                 q_RNQH = q_XNH.view(num_rows, num_q, num_heads, dim).transpose(1, 2)
-                causal = group.mask is None
                 out_RNQH = F.scaled_dot_product_attention(
-                    q_RNQH, k_RKSH, v_RKSH, group.mask, is_causal=causal, scale=self.spec.scale, enable_gqa=True
+                    q_RNQH, k_RKSH, v_RKSH, mask, is_causal=mask is None, scale=self.spec.scale, enable_gqa=True
                 )
                 out_TNH[group.q_index] = out_RNQH.transpose(1, 2).reshape(-1, num_heads, dim)
                 continue
             q_RKXH = q_XNH.view(num_rows, num_q, num_kv, -1, dim).permute(0, 2, 1, 3, 4).reshape(num_rows, num_kv, -1, dim)
-            out_RKXH = F.scaled_dot_product_attention(q_RKXH, k_RKSH, v_RKSH, group.mask, scale=self.spec.scale)
+            out_RKXH = F.scaled_dot_product_attention(q_RKXH, k_RKSH, v_RKSH, mask, scale=self.spec.scale)
             out_RQKGH = out_RKXH.view(num_rows, num_kv, num_q, -1, dim).transpose(1, 2)
             out_TNH[group.q_index] = out_RQKGH.reshape(-1, num_heads, dim)
         out_TNH[done:] = 0  # padding tokens stand at the end
+
+    def _gathered(self, kv: torch.Tensor, group: Group, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The group's keys and values, k_RKSH and v_RKSH, in that dtype."""
+        num_rows, num_ctx = group.slots_RS.shape
+        shape = num_rows, num_ctx, self.spec.num_kv_heads, self.spec.head_dim
+        index = group.slots_RS.reshape(-1)
+        k_XKH, v_XKH = (self.values(kv, i, half.index_select(0, index)) for i, half in enumerate(kv.flatten(1, 2)))
+        return k_XKH.view(shape).transpose(1, 2).to(dtype), v_XKH.view(shape).transpose(1, 2).to(dtype)
+
+    def _mask_with_sinks(self, mask: torch.Tensor, kv: torch.Tensor, num_q: int) -> torch.Tensor:
+        """The mask, for each head, with the sinks as its last column."""
+        sinks_N = self.sinks(kv).to(mask.dtype)
+        if num_q <= BATCHED_UP_TO:
+            column = sinks_N.view(1, self.spec.num_kv_heads, 1, -1).expand(len(mask), -1, num_q, -1).flatten(2)[..., None]
+        else:
+            column = sinks_N.view(1, -1, 1, 1).expand(len(mask), -1, num_q, -1)
+        return torch.cat((mask.expand(-1, column.shape[1], -1, -1), column), -1)
 
     def _slots(self, blocks_RM: np.ndarray, contexts_R: np.ndarray) -> np.ndarray:
         size = self.spec.block_size
@@ -99,7 +117,8 @@ class Sdpa(PlainPaged):
     def _mask(self, num_q: int, contexts_R: np.ndarray) -> torch.Tensor | None:
         """The mask to add, [R, 1, Q * G, S] for batched rows and [1, 1, Q, S] for a long one."""
         num_ctx, window = int(contexts_R.max()), self.spec.sliding_window
-        if len(contexts_R) == 1 and num_q == num_ctx and num_q > BATCHED_UP_TO and (window is None or window >= num_ctx):
+        is_whole = len(contexts_R) == 1 and num_q == num_ctx and num_q > BATCHED_UP_TO
+        if is_whole and (window is None or window >= num_ctx) and not self.spec.has_sinks:
             return None
         q_position = contexts_R[:, None, None] - num_q + np.arange(num_q)[None, :, None]
         k_position = np.arange(num_ctx)

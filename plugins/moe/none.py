@@ -11,7 +11,7 @@ from lab.api import Capabilities, Moe, UserError, register
 class NoMoe(Moe):
     """No expert kernel. It lacks the feature `moe`, so a mixture-of-experts model is refused with this plugin."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(features={"batch_invariant"})
 
     def pack(self, w13_EGD: torch.Tensor, w2_EDF: torch.Tensor) -> NoReturn:
         raise _refusal()

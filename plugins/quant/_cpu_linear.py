@@ -2,6 +2,8 @@
 
 One packed copy of a weight serves every number of rows, and is an ordinary tensor: compiled graphs take it as an input, so
 layers of one shape share a compiled piece. Sums are kept in float32.
+
+`batch_invariant` gives a row the same bits beside any number of others: one row alone then takes the kernel of many.
 """
 
 import functools
@@ -39,15 +41,15 @@ def ready() -> bool:
     return True
 
 
-def _linear_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def _linear_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, batch_invariant: bool = False) -> torch.Tensor:
     return x_TI.new_empty((x_TI.shape[0], out_features))
 
 
-def _argmax_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def _argmax_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, batch_invariant: bool = False) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], dtype=torch.int64)
 
 
-def _gated_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def _gated_fake(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, batch_invariant: bool = False) -> torch.Tensor:
     return x_TI.new_empty((x_TI.shape[0], out_features // 2))
 
 
@@ -74,14 +76,14 @@ def unpack(packed: torch.Tensor, out_features: int, in_features: int) -> torch.T
     return weight_OI[:out_features, :in_features]
 
 
-def linear(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def linear(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, *, batch_invariant: bool = False) -> torch.Tensor:
     """y_TO = x_TI @ w_OI^T, one opaque operator to torch.compile."""
-    return torch.ops.lab_linear.linear(x_TI, packed, out_features)
+    return torch.ops.lab_linear.linear(x_TI, packed, out_features, batch_invariant)
 
 
-def argmax(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def argmax(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, *, batch_invariant: bool = False) -> torch.Tensor:
     """ids_T (int64): of each row of `linear` the index of the largest entry, as lab.contracts.quant.Quant.argmax says."""
-    return torch.ops.lab_linear.argmax(x_TI, packed, out_features)
+    return torch.ops.lab_linear.argmax(x_TI, packed, out_features, batch_invariant)
 
 
 def interleave(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -94,9 +96,9 @@ def deinterleave(weight_OI: torch.Tensor) -> torch.Tensor:
     return weight_OI.view(-1, 2, BLOCK, weight_OI.shape[1]).transpose(0, 1).reshape(weight_OI.shape)
 
 
-def gated(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
+def gated(x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, *, batch_invariant: bool = False) -> torch.Tensor:
     """silu(gate) * up (T, O / 2) for the packed weight of `interleave`."""
-    return torch.ops.lab_linear.gated(x_TI, packed, out_features)
+    return torch.ops.lab_linear.gated(x_TI, packed, out_features, batch_invariant)
 
 
 def _group(dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional
 
-from lab.api import Capabilities, LinearSpec, ParamSpec, Quant, register
+from lab.api import Capabilities, LinearSpec, ParamSpec, Quant, UserError, register
 
 from . import _cpu_linear
 
@@ -50,7 +50,9 @@ def _can_pack(weight: torch.Tensor) -> bool:
 class NoQuant(Quant):
     """Weights in the model's own dtype (on the CPU repacked for the kernels that multiply by them)."""
 
-    capabilities = Capabilities(devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe"})
+    capabilities = Capabilities(
+        devices={"cpu", "cuda"}, dtypes={"float32", "bfloat16", "float16"}, features={"moe", "batch_invariant"}
+    )
     libraries = {_cpu_linear.NAMESPACE: _cpu_linear.SOURCES}
 
     def params(self, spec: LinearSpec) -> dict[str, ParamSpec]:
@@ -62,6 +64,12 @@ class NoQuant(Quant):
             if spec.gated and spec.out_features % (2 * _cpu_linear.BLOCK) == 0:
                 return {"gated_blocks": _cpu_linear.pack(_cpu_linear.interleave(weight))}
             return {"blocks": _cpu_linear.pack(weight)}
+        if spec.batch_invariant:
+            raise UserError(
+                f"debug.batch_invariant: quant plugin 'none' multiplies rows independently of their number by its own kernels "
+                f"only, which take float32 and bfloat16 on the CPU and need a C++ compiler; this is {weight.dtype} on "
+                f"{weight.device.type}."
+            )
         if not _can_pack(weight):
             return {"weight": weight}
         number = next(_handles)
@@ -70,19 +78,24 @@ class NoQuant(Quant):
 
     def apply(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:
-            return _cpu_linear.linear(x_TI, w["blocks"], spec.out_features)
+            return _cpu_linear.linear(x_TI, w["blocks"], spec.out_features, batch_invariant=spec.batch_invariant)
         if "gated_blocks" in w:
-            y_TO = _cpu_linear.linear(x_TI, w["gated_blocks"], spec.out_features)
+            blocks = w["gated_blocks"]
+            y_TO = _cpu_linear.linear(x_TI, blocks, spec.out_features, batch_invariant=spec.batch_invariant)
             return _cpu_linear.deinterleave(y_TO.t()).t()
         if "handle" in w:
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
 
     def argmax(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
-        return _cpu_linear.argmax(x_TI, w["blocks"], spec.out_features) if "blocks" in w else None
+        if "blocks" not in w:
+            return None
+        return _cpu_linear.argmax(x_TI, w["blocks"], spec.out_features, batch_invariant=spec.batch_invariant)
 
     def gated(self, w: dict[str, torch.Tensor], x_TI: torch.Tensor, spec: LinearSpec) -> torch.Tensor | None:
-        return _cpu_linear.gated(x_TI, w["gated_blocks"], spec.out_features) if "gated_blocks" in w else None
+        if "gated_blocks" not in w:
+            return None
+        return _cpu_linear.gated(x_TI, w["gated_blocks"], spec.out_features, batch_invariant=spec.batch_invariant)
 
     def dequantize(self, w: dict[str, torch.Tensor], spec: LinearSpec) -> torch.Tensor:
         if "blocks" in w:

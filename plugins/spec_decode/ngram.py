@@ -20,7 +20,7 @@ from lab.api import Capabilities, Draft, Proposer, ProposeView, UserError, regis
 class Ngram(Proposer):
     """Looks the last tokens up in the text before them and proposes what followed there."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(features={"batch_invariant"})
 
     @dataclass(frozen=True)
     class Options:

@@ -7,7 +7,7 @@ from lab.api import Capabilities, Draft, Proposer, ProposeView, register
 class NoDrafts(Proposer):
     """Proposes nothing: plain decoding, the baseline that every proposer is compared with."""
 
-    capabilities = Capabilities(priority=1)
+    capabilities = Capabilities(features={"batch_invariant"}, priority=1)
     num_drafts = 0
 
     def propose(self, view: ProposeView) -> Draft:

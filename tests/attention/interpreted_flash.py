@@ -11,7 +11,7 @@ import torch
 
 from lab import registry
 from lab.api import Attention
-from lab.checks.attention import TOLERANCE, Case, _spec, _Trial
+from lab.checks.attention_trial import TOLERANCE, Case, Trial, spec_of
 from plugins.attention._quantized import quantize, scales_of
 from plugins.attention.flash import Flash
 from plugins.attention.flash.cuda import CudaKernels, Plan
@@ -33,12 +33,14 @@ class Interpreted(Flash):
         self._kernels = CudaKernels(options, spec)
 
 
-def compare(case: Case, num_splits: int = 1, reuse_of: Case | None = None) -> Plan:
+def compare(
+    case: Case, num_splits: int = 1, reuse_of: Case | None = None, *, cascade: int | str = "auto", lse: bool = False
+) -> Plan:
     """Hold the kernels against the definition, in a shuffled pool whose unused slots are NaN. Returns the plan of the case."""
-    backend = Interpreted(Flash.Options(num_splits=num_splits), _spec(case, CPU))
-    reuse = backend.plan(_Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
-    trial = _Trial(case, CPU, seed=0)
-    trial.run(backend, reuse)
+    backend = Interpreted(Flash.Options(num_splits=num_splits, cascade=cascade), spec_of(case, CPU))
+    reuse = backend.plan(Trial(reuse_of, CPU, seed=5).batch) if reuse_of else None
+    trial = Trial(case, CPU, seed=0)
+    trial.run(backend, reuse, lse=lse)
     return reuse or backend.plan(trial.batch)
 
 
@@ -120,7 +122,7 @@ def test_quantized_caches(kv_dtype, kv_scales, dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_what_is_stored_is_what_the_reference_stores(kv_dtype):
     x = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-4, 5)[:, None, None]
-    spec = replace(_spec(Case((), num_kv_heads=2), CPU), kv_dtype=kv_dtype, kv_scales="token_head")
+    spec = replace(spec_of(Case((), num_kv_heads=2), CPU), kv_dtype=kv_dtype, kv_scales="token_head")
     backend = Interpreted(Flash.Options(), spec)
     kv = torch.zeros(backend.kv_shape(1, 16), dtype=kv_dtype)
     backend.write(x, x.flip(0), kv, torch.arange(9))
@@ -142,8 +144,8 @@ def test_a_plan_serves_every_batch_of_its_shape():
 def test_the_same_as_the_reference(dtype):
     case = Case(MIXED, dtype=dtype)
     outputs = []
-    for backend in (Interpreted(Flash.Options(num_splits=2), _spec(case, CPU)), eager(case)):
-        trial = _Trial(case, CPU, seed=3)
+    for backend in (Interpreted(Flash.Options(num_splits=2), spec_of(case, CPU)), eager(case)):
+        trial = Trial(case, CPU, seed=3)
         kv = torch.zeros(backend.kv_shape(trial.num_blocks, case.block_size), dtype=dtype)
         blocks = torch.arange(trial.num_blocks)
         content = torch.randn(len(blocks), 16, 2, 2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -155,14 +157,14 @@ def test_the_same_as_the_reference(dtype):
 
 
 def eager(case):
-    return registry.get("attention", "eager").load()(None, _spec(case, CPU))
+    return registry.get("attention", "eager").load()(None, spec_of(case, CPU))
 
 
 def test_strided_queries_keys_and_values():
     """The model gives slices of one projection."""
     case = Case(MIXED, num_heads=6, num_kv_heads=2, head_dim=32)
-    trial = _Trial(case, CPU, seed=0)
-    backend = Interpreted(Flash.Options(num_splits=2), _spec(case, CPU))
+    trial = Trial(case, CPU, seed=0)
+    backend = Interpreted(Flash.Options(num_splits=2), spec_of(case, CPU))
     fused = torch.randn(trial.batch.num_tokens, 10, 32, generator=torch.Generator().manual_seed(1))
     parts = fused[:, :6], fused[:, 6:8], fused[:, 8:]
     outputs = []
@@ -172,3 +174,81 @@ def test_strided_queries_keys_and_values():
         outputs.append(torch.empty(trial.batch.num_tokens, 6, 32))
         backend.attend(q, kv, backend.plan(trial.batch), outputs[-1])
     assert outputs[0].any() and torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("case", [{}, {"sliding_window": 30}, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 40}], ids=str)
+def test_a_batch_invariant_step_gives_a_token_its_bits_in_any_tile(case):
+    rows = ((0, 90), (70, 1), (34, 20), (150, 1))
+    trial = Trial(Case(rows, batch_invariant=True, **case), CPU, seed=0)
+    backend = Interpreted(Flash.Options(), spec_of(trial.case, CPU))
+    together_TNH = trial.outputs(backend)
+    trial.run(backend, None)
+    for chunks in ([(1, 70, 1)], [(2, 34, 20)], [(0, 0, 33), (2, 40, 3)], [(3, 150, 1), (0, 33, 57)], [(0, 89, 1)]):
+        part = trial.of(chunks)
+        plan = backend.plan(part.batch)
+        assert not plan.decodes and plan.num_splits == 1
+        assert torch.equal(part.outputs(backend), together_TNH[trial.places(chunks)]), chunks
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_logsumexp(num_splits):
+    case = Case(((0, 18), (40, 1), (9, 2)), 2, 1, head_dim=16, num_padding=2)
+    compare(case, num_splits, lse=True)
+    compare(replace(case, rows=((40, 1), (9, 1)), sliding_window=20, softcap=3.0), num_splits, lse=True)
+
+
+class TestCascade:
+    """Keys that rows share are attended to once: groups of rows and groups within them, in any order."""
+
+    ROWS = ((42, 1), (0, 5), (32, 1), (17, 2), (40, 18), (33, 1), (18, 3))
+    CASE = Case(ROWS, 4, 1, head_dim=16, prefixes=(((0, 2, 4, 5), 32), ((3, 6), 16), ((0, 4), 40)), block_size=8, num_padding=2)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_mixed_rows(self, dtype):
+        plan = compare(replace(self.CASE, dtype=dtype), num_splits=2, cascade=1)
+        assert plan.decodes and plan.tiles_X2 is not None
+        assert plan.shared.key_first_R.tolist() == [40, 0, 32, 16, 40, 32, 16] and plan.shared.num_slots == 21 + 5 + 19
+
+    def test_logsumexp(self):
+        compare(self.CASE, cascade=1, lse=True)
+
+    @pytest.mark.parametrize(("tokens", "num_splits"), [(1, 1), (4, 3)])
+    def test_decodes_and_drafts(self, tokens, num_splits):
+        rows, prefixes = tuple((before, tokens) for before in (40, 66, 35, 70)), (((1, 3), 64), ((0, 2), 32))
+        plan = compare(replace(self.CASE, rows=rows, prefixes=prefixes, softcap=2.0), num_splits, cascade=1)
+        assert plan.tiles_X2 is None and plan.shared.key_first_R.tolist() == [32, 64, 32, 64]
+
+    @pytest.mark.parametrize("heads", [(2, 2), (5, 1)], ids=str)
+    def test_groups(self, heads):
+        num_heads, num_kv_heads = heads
+        compare(replace(self.CASE, num_heads=num_heads, num_kv_heads=num_kv_heads), cascade=1)
+
+    @pytest.mark.parametrize(("kv_scales", "dtype"), [("token_head", torch.float16), ("head", torch.float32)], ids=str)
+    def test_quantized_caches(self, kv_scales, dtype):
+        compare(replace(self.CASE, dtype=dtype, kv_dtype=torch.int8, kv_scales=kv_scales, head_dim=24), cascade=1)
+
+    def test_long_prefixes_are_cut_for_many_programs(self):
+        case = replace(self.CASE, rows=((640, 1), (640, 1)), prefixes=(((0, 1), 640),))
+        plan = plan_of(case, cascade=1)
+        assert plan.shared.tiles_Y6[:, 1:3].tolist() == [[0, 256], [256, 512], [512, 640]]
+
+    def test_when_nothing_is_shared(self):
+        case = self.CASE
+        assert plan_of(case, cascade=16).shared is not None
+        assert plan_of(case, cascade="never").shared is None and plan_of(case, cascade=41).shared is None
+        assert plan_of(case).shared is None, "auto: it does not pay"
+        assert plan_of(replace(case, sliding_window=1000), cascade=1).shared is None
+        assert plan_of(replace(case, prefixes=()), cascade=1).shared is None
+
+    def test_auto_shares_where_much_is_spared(self):
+        case = Case(((2048, 1),) * 4, 8, 8, 128, prefixes=(((0, 1, 2, 3), 2048),))
+        assert plan_of(case).shared is not None
+
+    def test_a_plan_that_is_filled_again_shares_nothing(self):
+        """As those of captured graphs: they are made for rows that share nothing, and launch the same in every step."""
+        case = replace(self.CASE, rows=((40, 1), (64, 1)), prefixes=())
+        assert compare(replace(case, prefixes=(((0, 1), 32),)), reuse_of=case, cascade=1).shared is None
+
+
+def plan_of(case, **options):
+    return Interpreted(Flash.Options(**options), spec_of(case, CPU)).plan(Trial(case, CPU, seed=0).batch)

@@ -7,7 +7,8 @@ import torch
 
 from lab import capabilities, registry
 from lab.capabilities import Capabilities, Needs, unmet
-from lab.checks.attention import Case, _compare, _make, _spec, _Trial
+from lab.checks import attention as checks
+from lab.checks.attention_trial import Case, Trial, compare, make_backend, spec_of
 from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.settings import PluginChoice
@@ -25,8 +26,8 @@ MIXED = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (512, 1
 @pytest.fixture(params=ISAS)
 def options(request):
     """Options that force an instruction set of this machine."""
-    _make(FLASH, FLASH.options(), _spec(Case(()), CPU))
-    usable = torch.ops.lab_flash.isas()
+    make_backend(FLASH, FLASH.options(isa="portable"), spec_of(Case(()), CPU))
+    usable = torch.ops.lab_flash_every_isa.isas()
     assert usable[-1] == "portable"
     if request.param not in usable:
         pytest.skip(f"this machine has no {request.param}")
@@ -44,61 +45,160 @@ def threads():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestEveryInstructionSet:
     def test_mixed_batch(self, options, dtype):
-        _compare(FLASH, options, Case(MIXED, dtype=dtype))
-        _compare(FLASH, options, Case(MIXED[::-1], dtype=dtype, num_padding=3))
+        compare(FLASH, options, Case(MIXED, dtype=dtype))
+        compare(FLASH, options, Case(MIXED[::-1], dtype=dtype, num_padding=3))
 
     @pytest.mark.parametrize("block_size", [1, 7, 24])
     def test_block_sizes(self, options, dtype, block_size):
-        _compare(FLASH, options, Case(((63, 1), (64, 1), (17, 40), (130, 4)), dtype=dtype, block_size=block_size))
+        compare(FLASH, options, Case(((63, 1), (64, 1), (17, 40), (130, 4)), dtype=dtype, block_size=block_size))
 
     @pytest.mark.parametrize("heads", [(8, 8), (9, 3), (9, 1), (17, 1), (32, 2)], ids=str)
     def test_groups(self, options, dtype, heads):
-        _compare(FLASH, options, Case(((90, 1), (0, 21), (30, 3), (70, 17)), *heads, dtype=dtype))
+        compare(FLASH, options, Case(((90, 1), (0, 21), (30, 3), (70, 17)), *heads, dtype=dtype))
 
     @pytest.mark.parametrize("head_dim", [8, 72, 256])
     def test_head_dims(self, options, dtype, head_dim):
-        _compare(FLASH, options, Case(((50, 1), (0, 21), (20, 18)), head_dim=head_dim, dtype=dtype))
+        compare(FLASH, options, Case(((50, 1), (0, 21), (20, 18)), head_dim=head_dim, dtype=dtype))
 
     @pytest.mark.parametrize("window", [1, 15, 100])
     def test_sliding_window(self, options, dtype, window):
         rows = ((200, 1), (0, 90), (161, 40), (64, 2), (300, 17))
-        _compare(FLASH, options, Case(rows, dtype=dtype, sliding_window=window))
-        _compare(FLASH, replace(options, num_splits=3), Case(rows, dtype=dtype, sliding_window=window, softcap=3.0))
+        compare(FLASH, options, Case(rows, dtype=dtype, sliding_window=window))
+        compare(FLASH, replace(options, num_splits=3), Case(rows, dtype=dtype, sliding_window=window, softcap=3.0))
 
     @pytest.mark.parametrize("num_splits", [2, 1000])
     def test_split_keys(self, options, dtype, num_splits):
-        _compare(FLASH, replace(options, num_splits=num_splits), Case(MIXED, dtype=dtype))
+        compare(FLASH, replace(options, num_splits=num_splits), Case(MIXED, dtype=dtype))
 
     def test_extreme_scores(self, options, dtype):
         """Scores of tens of thousands, of both signs and in every order: one key takes all, nothing overflows."""
         for num_splits in (1, 4):
-            trial = _Trial(Case(((400, 1), (0, 150), (300, 5)), dtype=dtype), CPU, seed=1)
+            trial = Trial(Case(((400, 1), (0, 150), (300, 5)), dtype=dtype), CPU, seed=1)
             trial.q_TNH *= 150
             trial.keys = [k * 100 for k in trial.keys]
-            trial.run(_make(FLASH, replace(options, num_splits=num_splits), _spec(trial.case, CPU)), None)
+            trial.run(make_backend(FLASH, replace(options, num_splits=num_splits), spec_of(trial.case, CPU)), None)
 
     def test_scores_that_only_rise_or_fall(self, options, dtype):
         """The running maximum moves at every tile, or never again after the first."""
         for towards in (1, -1):
-            trial = _Trial(Case(((500, 1), (0, 300), (290, 9)), dtype=dtype), CPU, seed=2)
+            trial = Trial(Case(((500, 1), (0, 300), (290, 9)), dtype=dtype), CPU, seed=2)
             trial.q_TNH.fill_(1.0)
             for k in trial.keys:
                 k.copy_((towards * torch.arange(len(k)) / 4).to(dtype)[:, None, None].expand_as(k))
-            trial.run(_make(FLASH, options, _spec(trial.case, CPU)), None)
+            trial.run(make_backend(FLASH, options, spec_of(trial.case, CPU)), None)
+
+
+class TestCascade:
+    """Keys that rows share are attended to once. What the kernels make of them the shared checks judge."""
+
+    def test_the_checks_with_every_prefix_shared(self, options):
+        options = replace(options, cascade=1)
+        for check in (checks.check_shared_prefixes, checks.check_quantized_cache, checks.check_lse):
+            check(FLASH, options)
+        checks.check_shared_prefixes(FLASH, replace(options, num_splits=3))
+
+    def test_extreme_scores(self, options):
+        """A part whose scores are far below the other's counts for nothing, and one far above for all."""
+        prefixes = (((0, 1, 2), 256), ((0, 2), 288))
+        trial = Trial(Case(((400, 1), (300, 5), (300, 40)), prefixes=prefixes), CPU, seed=1)
+        trial.q_TNH *= 150
+        trial.keys = [k * 100 for k in trial.keys]
+        trial.run(make_backend(FLASH, replace(options, cascade=1), spec_of(trial.case, CPU)), None)
+
+    @pytest.mark.parametrize("block_size", [1, 7, 24, 64])
+    def test_block_sizes(self, options, block_size):
+        """Shared keys end where a group of 16 keys does, in the middle of a block or not."""
+        prefixes = (((0, 2, 3), 100), ((2, 3), 150))
+        case = Case(((163, 1), (64, 1), (157, 40), (192, 4)), block_size=block_size, prefixes=prefixes)
+        compare(FLASH, replace(options, cascade=1), case)
+
+    @pytest.mark.parametrize("count", [2, 5])
+    def test_any_number_of_threads(self, options, threads, count):
+        threads(count)
+        rows = ((2000, 1), (1030, 1), (1100, 30), (0, 20), (1024, 3), (1024, 300))
+        for dtype in DTYPES:
+            case = Case(rows, dtype=dtype, prefixes=(((0, 1, 2, 4, 5), 1024),))
+            compare(FLASH, replace(options, cascade=1), case)
+
+    @pytest.mark.parametrize(
+        ("prefixes", "cascade", "spared"),
+        [
+            ((), 1, 0),
+            ((((0, 1, 2, 3), 64),), 1, 3 * 64),
+            ((((0, 1, 2, 3), 64),), 64, 3 * 64),
+            ((((0, 1, 2, 3), 64),), 65, 0),
+            ((((0, 1, 2, 3), 64),), "never", 0),
+            ((((0, 3), 64), ((1, 2), 160)), 1, 64 + 160),
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 1, 3 * 64 + 96),
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 96, 160),  # the two share what is too little for the four, too
+            ((((0, 1, 2, 3), 64), ((1, 2), 160)), 97, 160),
+        ],
+    )
+    def test_shared_keys_are_read_once(self, prefixes, cascade, spared):
+        rows = ((96, 1), (300, 1), (170, 4), (64, 20))
+        all_keys = 2 * sum(before + count for before, count in rows)
+        assert _keys_read(Case(rows, prefixes=prefixes), cascade=cascade) == all_keys - 2 * spared
+
+    def test_only_keys_that_all_queries_see_are_shared(self):
+        """A row that writes to the blocks in this step shares them with nobody, and rows whose window ends within do not."""
+        rows, prefixes = ((0, 64), (64, 1), (64, 1)), (((0, 1, 2), 64),)
+        case = Case(rows, prefixes=prefixes)
+        all_keys = 2 * (64 + 65 + 65)
+        cases = [replace(case, sliding_window=window) for window in (None, 65, 64)]
+        spared = {case.sliding_window: all_keys - _keys_read(case, cascade=1) for case in cases}
+        assert spared == {None: 128, 65: 128, 64: 4}
+
+    @pytest.mark.parametrize(
+        ("num_rows", "tokens", "shared", "pays"),
+        [
+            (32, 1, 1024, True),
+            (4, 1, 64, True),
+            (2, 1, 64, False),
+            (8, 4, 512, True),
+            (2, 32, 1024, False),
+            (32, 32, 256, False),
+        ],
+    )
+    def test_auto_shares_where_it_pays(self, num_rows, tokens, shared, pays):
+        """Decodes and drafts, and a prefix must be long before it helps chunks, whose work is not in reading keys."""
+        case = Case(((shared, tokens),) * num_rows, 9, 3, prefixes=((tuple(range(num_rows)), shared),))
+        assert (_keys_read(case) < _keys_read(case, cascade="never")) == pays
+
+    def test_a_plan_serves_every_layer(self):
+        """What counts the parts that are done is ready again after each."""
+        case = Case(((256, 1), (256, 1), (300, 3)), prefixes=(((0, 1, 2), 256),))
+        backend = make_backend(FLASH, FLASH.options(cascade=1), spec_of(case, CPU))
+        trial = Trial(case, CPU, seed=0)
+        plan = backend.plan(trial.batch)
+        backend.plan = lambda batch: plan
+        for _ in range(3):
+            trial.run(backend, None)
+
+    @pytest.mark.parametrize("cascade", ["often", "64", 0, -3])
+    def test_what_the_option_takes(self, cascade):
+        with pytest.raises(UserError, match=f"attention.cascade={cascade}: it takes auto, never, or a number of tokens"):
+            make_backend(FLASH, FLASH.options(cascade=cascade), spec_of(Case(()), CPU))
+
+
+def _keys_read(case, **options):
+    """What the items of the case's plan read, in keys of one KV head."""
+    backend = make_backend(FLASH, FLASH.options(**options), spec_of(case, CPU))
+    plan = backend.plan(Trial(case, CPU, seed=0).batch)  # which has the library loaded
+    return torch.ops.lab_flash.keys_read(plan.work)
 
 
 def test_a_long_context(options):
     rows = ((20_000, 1), (9_999, 20), (3, 1))
     for num_splits in (0, 1, 7):
-        _compare(FLASH, replace(options, num_splits=num_splits), Case(rows, dtype=torch.bfloat16))
-    _compare(FLASH, options, Case(rows, sliding_window=1000))
+        compare(FLASH, replace(options, num_splits=num_splits), Case(rows, dtype=torch.bfloat16))
+    compare(FLASH, options, Case(rows, sliding_window=1000))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_any_number_of_threads(options, threads, count):
     threads(count)
     for dtype in DTYPES:
-        _compare(FLASH, options, Case((*MIXED, (3000, 1)), dtype=dtype))
+        compare(FLASH, options, Case((*MIXED, (3000, 1)), dtype=dtype))
 
 
 def test_decodes_do_not_depend_on_threads_nor_on_their_neighbours(options, threads):
@@ -108,9 +208,9 @@ def test_decodes_do_not_depend_on_threads_nor_on_their_neighbours(options, threa
     for count in (1, 2, 3):
         threads(count)
         for rows in (((300, 1), (40, 1)), ((300, 1), (40, 1), (0, 70), (900, 1))):
-            trial = _Trial(Case(rows, dtype=torch.bfloat16), CPU, seed=3)
+            trial = Trial(Case(rows, dtype=torch.bfloat16), CPU, seed=3)
             trial.keys[:2], trial.values[:2], trial.q_TNH[:2] = _fixed_inputs()
-            out = _outputs(trial, _make(FLASH, options, _spec(trial.case, CPU)))[:2]
+            out = _outputs(trial, make_backend(FLASH, options, spec_of(trial.case, CPU)))[:2]
             assert torch.equal(out, wanted.setdefault("bits", out))
 
 
@@ -137,17 +237,17 @@ def test_all_backends_agree_on_a_random_batch(seed):
     outputs = []
     for name in ("eager", "sdpa", "flash"):
         entry = registry.get("attention", name)
-        trial = _Trial(Case(rows, 9, 3), CPU, seed)
-        outputs.append(_outputs(trial, _make(entry, entry.options(), _spec(trial.case, CPU))))
+        trial = Trial(Case(rows, 9, 3), CPU, seed)
+        outputs.append(_outputs(trial, make_backend(entry, entry.options(), spec_of(trial.case, CPU))))
     assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
     assert torch.allclose(outputs[0], outputs[2], atol=1e-5)
 
 
 def test_queries_keys_and_values_may_be_parts_of_one_tensor():
     """As they come out of a fused projection: rows are dense, tokens are not next to each other."""
-    spec = _spec(Case((), 4, 2, dtype=torch.bfloat16), CPU)
-    backend = _make(FLASH, FLASH.options(), spec)
-    batch = _Trial(Case(((0, 40), (0, 1)), 4, 2), CPU, seed=0).batch
+    spec = spec_of(Case((), 4, 2, dtype=torch.bfloat16), CPU)
+    backend = make_backend(FLASH, FLASH.options(), spec)
+    batch = Trial(Case(((0, 40), (0, 1)), 4, 2), CPU, seed=0).batch
     qkv = torch.randn(41, 8, 64).bfloat16()
     q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
     outputs = []
@@ -162,12 +262,12 @@ def test_queries_keys_and_values_may_be_parts_of_one_tensor():
 def test_a_cache_of_another_dtype(options):
     """Float32 queries over a bf16 cache: the same as over what bf16 left of the keys and values."""
     case = Case(MIXED)
-    batch = _Trial(case, CPU, seed=0).batch
+    batch = Trial(case, CPU, seed=0).batch
     q = torch.randn(batch.num_tokens, 4, 64)
     k, v = (torch.randn(batch.num_tokens, 2, 64) for _ in range(2))
     outputs = []
     for kv_dtype in (torch.bfloat16, torch.float32):
-        backend = _make(FLASH, options, replace(_spec(case, CPU), kv_dtype=kv_dtype))
+        backend = make_backend(FLASH, options, replace(spec_of(case, CPU), kv_dtype=kv_dtype))
         kv = torch.zeros(backend.kv_shape(int(batch.blocks_RM.max()) + 1, 16), dtype=kv_dtype)
         backend.write(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), kv, batch.slots_T)
         outputs.append(torch.empty_like(q))
@@ -179,7 +279,7 @@ def test_an_instruction_set_that_is_not_there():
     with pytest.raises(
         UserError, match=r"attention.isa=avx1024: this machine has no such kernels.\nAvailable: auto, .*portable"
     ):
-        _make(FLASH, FLASH.options(isa="avx1024"), _spec(Case(()), CPU))
+        make_backend(FLASH, FLASH.options(isa="avx1024"), spec_of(Case(()), CPU))
 
 
 class TestChoice:

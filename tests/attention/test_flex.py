@@ -7,8 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from lab import LLM, SamplingParams, registry
-from lab.checks import attention as checks
-from lab.checks.attention import Case
+from lab.checks.attention_trial import Case, Trial, spec_of
 from lab.errors import UserError
 from tests import rigs
 
@@ -56,7 +55,7 @@ def mods(tmp_path_factory):
     return path
 
 
-class Variant(checks._Trial):
+class Variant(Trial):
     """A trial whose definition is that of the functions in MODS, written out."""
 
     def __init__(self, case, bias=None, seen=None):
@@ -94,7 +93,7 @@ ROWS = ((0, 40), (30, 1), (25, 20), (99, 1), (16, 3), (57, 3), (0, 200))
 
 def make(case, path, **functions):
     options = FLEX.make_options({k: f"{path}:{v}" if isinstance(v, str) else v for k, v in functions.items()})
-    return FLEX.load()(options, checks._spec(case, CPU))
+    return FLEX.load()(options, spec_of(case, CPU))
 
 
 @pytest.mark.parametrize("case", [Case(ROWS), Case(ROWS, sliding_window=9, softcap=3.0, num_padding=2)], ids=["", "window"])
@@ -147,6 +146,11 @@ def test_a_run_with_alibi_does_not_depend_on_chunks(mods, tmp_path):
     assert biased != generate()
 
 
+def test_sinks_cannot_be_compiled_for_the_cpu():
+    with pytest.raises(UserError, match="attention.compiled=true: attention sinks need a logsumexp"):
+        FLEX.load()(FLEX.make_options({"compiled": True}), spec_of(Case((), sinks=True), CPU))
+
+
 @pytest.mark.parametrize(
     ("option", "reference", "says"),
     [
@@ -164,4 +168,4 @@ def test_a_wrong_reference_is_told(mods, option, reference, says):
     (mods.parent / "broken.py").write_text("half = 1 / 0\n")
     options = FLEX.make_options({option: reference.format(path=mods, folder=mods.parent)})
     with pytest.raises(UserError, match=says.replace("?", re.escape("?"))):
-        FLEX.load()(options, checks._spec(Case(()), CPU))
+        FLEX.load()(options, spec_of(Case(()), CPU))

@@ -5,8 +5,7 @@ import torch
 
 from lab import registry
 from lab.capabilities import Capabilities, Needs, common
-from lab.checks import attention as checks
-from lab.checks.attention import Case
+from lab.checks.attention_trial import Case, Trial, spec_of
 from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.settings import PluginChoice
@@ -46,8 +45,8 @@ def with_plugin(own_registry, folder, name, limits):
 def parts_of(rows, **given):
     case = Case(rows)
     options = HYBRID.make_options(given)
-    batch = checks._Trial(case, CPU, seed=0).batch
-    plan = HYBRID.load()(options, checks._spec(case, CPU)).plan(batch)
+    batch = Trial(case, CPU, seed=0).batch
+    plan = HYBRID.load()(options, spec_of(case, CPU)).plan(batch)
     return [(p.name, p.tokens if isinstance(p.tokens, slice) else p.tokens.tolist()) for p in plan]
 
 
@@ -66,7 +65,7 @@ def test_rows_of_one_token_are_decodes(rows, parts):
 
 def test_each_backend_has_its_own_options():
     options = HYBRID.make_options({"prefill": "flash", "decode": "flash", "decode_options": {"num_splits": 3}})
-    backend = HYBRID.load()(options, checks._spec(Case(()), CPU))
+    backend = HYBRID.load()(options, spec_of(Case(()), CPU))
     assert backend._backends["decode"].options.num_splits == 3 and backend._backends["prefill"].options.num_splits == 0
 
 
@@ -124,7 +123,7 @@ def test_a_backend_that_names_no_layout_stands_alone(own_registry, tmp_path):
 def test_a_false_layout_is_refused(own_registry, tmp_path):
     hybrid = with_plugin(own_registry, tmp_path, "mine", "kv_layout='2PBKH'")
     with pytest.raises(UserError, match=r"give 3 blocks different shapes: \[3\] and \[2, 4, 16, 2, 64\]"):
-        hybrid.load()(hybrid.make_options({"prefill": "mine"}), checks._spec(Case(()), CPU))
+        hybrid.load()(hybrid.make_options({"prefill": "mine"}), spec_of(Case(()), CPU))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from lab import registry
 from lab.checks import CheckFailed
 from lab.checks import attention as checks
-from lab.checks.attention import Case, _compare, _make, _spec, _Trial
+from lab.checks.attention_trial import Case, Trial, compare, make_backend, spec_of
 from plugins.attention._quantized import dequantize, quantize, scales_of
 from tests.attention.test_flash import CPU, FLASH, MIXED, options  # noqa: F401 - a fixture
 
@@ -56,8 +56,8 @@ def test_what_is_beyond_a_fixed_scale_is_clipped(dtype):
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_flash_writes_what_the_reference_would(dtype, kind, source):
     x = awkward_rows().clamp(-6e4, 6e4).to(source)
-    spec = replace(_spec(Case((), 2, 1, dtype=source), CPU), kv_dtype=dtype, kv_scales=kind)
-    backend = _make(FLASH, FLASH.options(), spec)
+    spec = replace(spec_of(Case((), 2, 1, dtype=source), CPU), kv_dtype=dtype, kv_scales=kind)
+    backend = make_backend(FLASH, FLASH.options(), spec)
     kv = torch.zeros(backend.kv_shape(1, 16), dtype=dtype)
     fixed = torch.tensor([[0.31], [0.0123]])
     if kind == "head":
@@ -77,8 +77,8 @@ class TestEveryInstructionSet:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_mixed_batch(self, options, kv_dtype, kind, dtype):  # noqa: F811
         case = Case(MIXED, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kind)
-        _compare(FLASH, options, case)
-        _compare(FLASH, replace(options, num_splits=3), replace(case, num_padding=3))
+        compare(FLASH, options, case)
+        compare(FLASH, replace(options, num_splits=3), replace(case, num_padding=3))
 
     @pytest.mark.parametrize(
         ("heads", "head_dim", "block_size"), [((9, 3), 64, 7), ((8, 8), 8, 16), ((17, 1), 80, 24)], ids=str
@@ -86,8 +86,8 @@ class TestEveryInstructionSet:
     def test_shapes(self, options, kv_dtype, heads, head_dim, block_size):  # noqa: F811
         rows = ((63, 1), (64, 1), (17, 40), (130, 4), (0, 1))
         case = Case(rows, *heads, head_dim, block_size, torch.bfloat16, kv_dtype=kv_dtype, kv_scales="token_head")
-        _compare(FLASH, options, case)
-        _compare(FLASH, options, replace(case, sliding_window=15, softcap=3.0))
+        compare(FLASH, options, case)
+        compare(FLASH, options, replace(case, sliding_window=15, softcap=3.0))
 
     def test_every_number_of_the_format(self, options, kv_dtype):  # noqa: F811
         """Attention of one token over itself gives its value back: all numbers but those of NaN and -128."""
@@ -96,9 +96,9 @@ class TestEveryInstructionSet:
         numbers = codes.view(kv_dtype).float()
         values = torch.zeros(256)
         values[: len(numbers)] = numbers
-        spec = _spec(Case((), 1, 1, 256, kv_dtype=kv_dtype, kv_scales="head"), CPU)
-        backend = _make(FLASH, options, spec)
-        trial = _Trial(Case(((0, 1),), 1, 1, 256), CPU, seed=0)
+        spec = spec_of(Case((), 1, 1, 256, kv_dtype=kv_dtype, kv_scales="head"), CPU)
+        backend = make_backend(FLASH, options, spec)
+        trial = Trial(Case(((0, 1),), 1, 1, 256), CPU, seed=0)
         kv = torch.zeros(backend.kv_shape(trial.num_blocks, 16), dtype=kv_dtype)
         backend.set_scales(kv, torch.ones(2, 1))
         batch = trial.batch

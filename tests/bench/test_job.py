@@ -139,13 +139,22 @@ def test_samples_of_one_request_have_a_line_each(run):
 
 
 def test_drafts_and_prefix_hits_are_counted(run):
-    repeated = {"prompt": "ABCDEFGHABCDEFGHABCDEFGHABCDEFGHAB", "sampling": {"max_tokens": 12}}
-    outcome = run([repeated, {**repeated, "arrival_s": 0.4}], spec=PluginChoice("ngram"))
+    repeated = {"prompt": "ABCDEFGHABCDEFGHABCDEFGHABCDEFGHAB", "sampling": {"max_tokens": 12}, "category": "copies"}
+    fixed = PluginChoice("fixed")
+    outcome = run([repeated, {**repeated, "arrival_s": 0.4}], spec=PluginChoice("ngram"), draft_length=fixed)
     spec, cache = outcome.metrics["spec"], outcome.metrics["prefix_cache"]
     assert spec["num_drafts"] > 0 and spec["accepted_tokens"] > 0
     assert spec["acceptance_per_position"][0] > 0.5
     lines = outcome.lines("requests")
     assert sum(sum(line["accepted_per_step"]) for line in lines) == spec["accepted_tokens"]
+    assert sum(sum(line["drafts_per_step"]) for line in lines) >= spec["draft_tokens"]
+    assert [line["category"] for line in lines] == ["copies"] * 2
+    assert outcome.metrics["categories"]["copies"]["draft_tokens"] == spec["draft_tokens"]
+    assert 0 < spec["draft_ms_share"] < spec["verify_ms_share"] < 1
+    steps = outcome.lines("steps")
+    assert sum(line["num_drafts"] for line in steps) >= spec["draft_tokens"]
+    assert all(line["num_tokens"] <= line["num_requests"] + line["num_drafts"] + 34 for line in steps)
+    assert all(line["num_drafting"] == 1 for line in steps if line["num_drafts"])
     assert max(max(line["tokens_per_step"]) for line in lines) > 1
     assert cache == {"queries": 68, "hits": 32, "hit_rate": 32 / 68}
     assert lines[1]["cached_tokens"] == 32
@@ -315,10 +324,10 @@ def test_a_full_disk_ends_the_run_with_one_message(run, tmp_path):
 
 
 def test_a_fault_leaves_its_traceback_in_the_log(run, tmp_path, monkeypatch):
-    def fail(self, updates):
+    def fail(self, generation, planned):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("lab.bench.recorder.Recorder.updates", fail)
+    monkeypatch.setattr("lab.bench.recorder.Recorder.finished", fail)
     with pytest.raises(ZeroDivisionError):
         run([{"prompt": "ABC"}])
     text = (tmp_path / "run0" / "log.txt").read_text()

@@ -35,9 +35,26 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     ]
     assert "2 ok, 2 failed" in outcome.out and str(folder) in outcome.out
     assert "[2/4] scheduler.policy=raising ... failed:" in outcome.out
+    assert outcome.out.endswith(f"plots and tokens: {folder / 'report.html'}\n")
+    of_table = [
+        [cell.strip() for cell in text.split("|")[1:-1]] for text in (folder / "report.md").read_text().splitlines()[4:8]
+    ]
+    assert [(cells[1], cells[2], cells[-2]) for cells in of_table] == [
+        ("fcfs", "ok", "reference"),
+        ("raising", "failed", ""),
+        ("nothing", "failed", ""),
+        ("priority", "ok", "same"),
+    ]
+    assert "no key today" in of_table[1][-1] and of_table[2][-1].startswith("no policy plugin named 'nothing'")
+    page = (folder / "report.html").read_text()
+    (folder / "report.html").unlink()
+    again = lab("report", str(folder))
+    assert again.code == 0 and "| fcfs" in again.out and again.out.endswith(f"{folder / 'report.html'}\n")
+    assert (folder / "report.html").read_text() == page
     printed = {line.split()[0]: line for line in outcome.out.split("\npoint ")[1].splitlines()[1:5]}  # the rows of the table
     assert printed["2"].endswith(rows[1]["reason"]) and printed["3"].endswith(rows[2]["reason"])
     assert rows[1]["exit_code"] == 1 and "no key today" in rows[1]["reason"]
+    assert rows[1]["reason"].startswith("lab: policy plugin 'raising' (") and "failed, see above: OSError" in rows[1]["reason"]
     assert "Traceback" in (folder / rows[1]["folder"] / "console.txt").read_text()
     assert rows[2]["exit_code"] == 2 and rows[2]["reason"].startswith("no policy plugin named 'nothing'")
     assert "no policy plugin named 'nothing'" in (folder / rows[2]["folder"] / "console.txt").read_text()
@@ -68,6 +85,9 @@ def test_every_attention_gives_the_same_tokens(lab, small, tmp_path, somewhere_e
         lines = (path / row["folder"] / "requests.jsonl").read_text().splitlines()
         outputs.append({r["id"]: r["output_token_ids"] for r in map(json.loads, lines)})
     assert all(output == outputs[0] for output in outputs)
+    report = (path / "report.md").read_text()
+    assert report.count("| same ") == 4 and report.count("| reference ") == 1
+    assert (path / "report.html").read_text().count("<svg") >= 4
     assert len({tuple(ids) for ids in outputs[0].values()}) == 3 and all(len(ids) == 12 for ids in outputs[0].values())
 
 

@@ -204,3 +204,29 @@ def test_names_of_folders(overrides, name):
 def test_long_names_are_cut_and_stay_different():
     a, b = (short_name([f"model.path={'x' * 300}{end}"]) for end in "ab")
     assert a != b and len(a) == len(b) == 80
+
+
+class TestReport:
+    def test_runs_of_several_folders_get_a_page_of_their_own(self, lab, small, somewhere_else):
+        for seed in (1, 2):
+            assert lab("run", *small, f"seed={seed}", f"hydra.run.dir=run{seed}").code == 0
+        outcome = lab("report", "run1", "run2", "--json")
+        page = somewhere_else / "report" / "report.html"
+        assert json.loads(outcome.out) == {"report": str(page), "table": str(page.with_suffix(".md"))}
+        assert 'href="../run2/"' in page.read_text()
+        assert lab("report", "run1", "run2", "--out=there").out.endswith(f"{somewhere_else / 'there' / 'report.html'}\n")
+        header, _, first, second = (somewhere_else / "there" / "report.md").read_text().splitlines()[2:6]
+        assert header.split()[:4] == ["|", "run", "|", "seed"] and "reference" in first and "| same " in second
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            ((), "name the folders"),
+            (("nowhere",), "there is no folder nowhere"),
+            ((".",), "is the folder of no run and no sweep"),
+            ((".", "--out=a", "--out=b"), "--out is given more than once"),
+        ],
+    )
+    def test_mistakes_are_told(self, lab, argv, message):
+        outcome = lab("report", *argv)
+        assert outcome.code == 2 and message in outcome.err and "Traceback" not in outcome.err

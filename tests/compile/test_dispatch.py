@@ -98,6 +98,15 @@ def test_any_step_gets_a_captured_key_that_holds_it(seed):
     assert seen <= {"none", chosen.modes.decode, chosen.modes.mixed}
 
 
+def test_a_decode_step_without_drafts_has_a_graph_of_its_own():
+    chosen = dispatcher("full_and_piecewise", [1, 2, 4, 8, 40], uniform_q=5)
+    assert chosen.dispatch(3, 3, uniform=False) == BatchKey("full", 4, 4, 1)
+    assert chosen.dispatch(15, 3, uniform=True) == BatchKey("full", 40, 8, 5)
+    assert chosen.dispatch(10, 2, uniform=True) == BatchKey("full", 10, 2, 5)
+    assert chosen.dispatch(15, 3, uniform=False) == BatchKey("piecewise", 40)
+    assert {key.uniform_q for key in chosen.keys if key.mode == "full"} == {1, 5}
+
+
 def test_without_sizes_every_shape_will_do_and_nothing_is_padded():
     chosen = Dispatcher(Modes("full", "piecewise"), None, max_rows=64)
     assert chosen.keys == ()

@@ -11,7 +11,8 @@ import torch
 
 from lab.compile import compiler, setup
 from lab.compile.dispatch import BatchKey
-from lab.compile.program import AttentionCall, BoundCall, Executable, Program
+from lab.compile.executable import Executable
+from lab.compile.program import AttentionCall, BoundCall, Program
 from lab.runner.batch import Share
 from lab.sampling_params import SamplingParams
 from lab.types import NewRow

@@ -89,11 +89,16 @@ def test_layers_share_a_tape_and_keep_their_own_weights():
     assert found == [[[n, n]] for n in (0, 1, 2, 0, 1, 2)]
 
 
+def test_arguments_by_name():
+    source = wrapper("buf0 = torch.ops.aten.add.Tensor(arg1_1, other=arg1_1, alpha=3)", "return (buf0,)")
+    assert [found.tolist() for found in run_both(source, [None, None], [2, torch.tensor([1.0, 2.0])])] == [[[4.0, 8.0]]] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("buf0 = extern_kernels.mm(arg1_1, arg1_1)", "extern_kernels.mm"),
-        ("buf0 = torch.ops.aten.mul.Tensor(arg1_1, other=arg1_1)", "other=arg1_1"),
+        ("buf0 = torch.ops.aten.neg.default(arg1_1, out=arg1_1)", "with out"),
         ("buf0 = torch.ops.aten.mul.Tensor(arg1_1)", "without its other"),
         ("buf0 = torch.ops.aten.mul.Tensor(arg1_1, 2.0)", "a number for its other"),
         ("buf0 = torch.ops.aten.sum.dim_IntList(arg1_1, (0, 1))", "as an argument"),

@@ -9,7 +9,7 @@ import torch
 from lab import registry
 from lab.checks import CheckFailed, NotDeclared
 from lab.checks import attention as checks
-from lab.checks.attention import Case
+from lab.checks.attention_trial import Case, Trial
 from lab.cli.machine import unusable
 
 registry.discover()
@@ -18,6 +18,7 @@ BUILT_IN = [entry for entry in registry.entries("attention") if entry.source == 
 USABLE = [entry for entry in BUILT_IN if not unusable(entry)]
 OF_PACKAGES = {"fa", "flashinfer"}  # adapters of packages for CUDA: tests/attention/test_adapters.py
 Eager = registry.get("attention", "eager").load()
+Flash = registry.get("attention", "flash").load()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
@@ -76,12 +77,12 @@ class ReadsForPaddingRows(Eager):
         super().attend(q_TNH, kv, plan, out_TNH)
         if len(plan.blocks_RM) > len(plan.ctx_len):
             k_SKH, v_SKH = self._gather(kv, plan.blocks_RM[-1], 1)
-            out_TNH[-1:] = self._attend_row(q_TNH[-1:], k_SKH, v_SKH)
+            out_TNH[-1:] = self._attend_row(q_TNH[-1:], k_SKH, v_SKH, None)
 
 
 class NotCausal(Eager):
-    def _attend_row(self, q_QNH, k_SKH, v_SKH):
-        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
+        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
 
 
 class ForgetsWindow(Eager):
@@ -92,6 +93,19 @@ class ForgetsWindow(Eager):
 class ForgetsScale(Eager):
     def __init__(self, options, spec):
         super().__init__(options, checks.replace(spec, scale=1.0))
+
+
+class SharesToTheEnd(Eager):
+    """As one that takes rows with the same first block to have all blocks before the step in common."""
+
+    def plan(self, batch, reuse=None):
+        plan = super().plan(batch)
+        blocks_RM = plan.blocks_RM.clone()
+        for row in range(len(plan.ctx_len)):
+            leader = int((blocks_RM[:, 0] == blocks_RM[row, 0]).nonzero()[0])
+            before = plan.ctx_len[row] - (plan.q_start[row + 1] - plan.q_start[row])
+            blocks_RM[row, : before // self.spec.block_size] = blocks_RM[leader, : before // self.spec.block_size]
+        return type(plan)(plan.q_start, plan.ctx_len, blocks_RM)
 
 
 class OneKvHeadForAll(Eager):
@@ -105,16 +119,23 @@ class OneKvHeadForAll(Eager):
 class OneTokenOfDrafts(Eager):
     """As a decode kernel that sees every query of a row at the row's end."""
 
-    def _attend_row(self, q_QNH, k_SKH, v_SKH):
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
         if len(q_QNH) > 10:
-            return super()._attend_row(q_QNH, k_SKH, v_SKH)
-        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH) for q in q_QNH])
+            return super()._attend_row(q_QNH, k_SKH, v_SKH, sinks_N)
+        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
 
 
 class LogsumexpUnscaled(Eager):
     def attend_lse(self, q_TNH, kv, plan, out_TNH, lse_TN):
         super().attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)
         lse_TN /= torch.tensor(2.0).log()
+
+
+class OperatorsBeforeTheirKeys(Flash):
+    """Attends before the step's own keys are written."""
+
+    def operators(self):
+        return super().operators()[::-1]
 
 
 class OtherOrderOfSlots(Eager):
@@ -141,7 +162,25 @@ class SwapsKeyAndValue(Eager):
         return super().export_blocks(kv, block_ids).flip(2)
 
 
+class IgnoresSinks(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv) - torch.inf
+
+
+class ScalesSinks(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv) * self.spec.scale
+
+
+class SinksOfOtherHeads(Eager):
+    def sinks(self, kv):
+        return super().sinks(kv).roll(1)
+
+
 FAULTS = [  # the fault, a check that finds it, and what the reason says
+    (IgnoresSinks, "check_sinks", "off by"),
+    (ScalesSinks, "check_sinks", "off by"),
+    (SinksOfOtherHeads, "check_sinks", "off by"),
     (IgnoresBlockTable, "check_mixed_batch", "it holds NaN: a slot that nobody wrote was read"),
     (
         ReadsPastContext,
@@ -159,12 +198,14 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     (ReadsForPaddingRows, "check_padding", "a padding token's output is not finite"),
     (NotCausal, "check_chunk_after_prefix", "a query that sees keys after the query, as if it were not causal"),
     (OneTokenOfDrafts, "check_drafts", "a query that sees keys after the query, as if it were not causal"),
+    (SharesToTheEnd, "check_shared_prefixes", "it holds NaN: a slot that nobody wrote|a wrong block, position, mask or scale"),
     (OneKvHeadForAll, "check_head_groups", "a wrong block, position, mask or scale"),
     (ForgetsWindow, "check_sliding_window", "a wrong block, position, mask or scale"),
     (SwapsKeyAndValue, "check_layout_agrees_with_write", "the key written to slot 49 is not what export_blocks shows there"),
     (OtherOrderOfSlots, "check_layout_is_shared", "kv_layout=2PBKH: eager does not find in the cache what was written"),
     (NewPlanForReuse, "check_plan_reuse", "returned another plan"),
     (LogsumexpUnscaled, "check_lse", "row 0: the logsumexp is off by"),
+    (OperatorsBeforeTheirKeys, "check_operators", "it holds NaN: a slot that nobody wrote was read"),
 ]
 
 
@@ -184,7 +225,7 @@ def test_a_subtle_layout_is_right_by_itself():
 
 def test_the_definition_agrees_with_torch():
     """The oracle itself, against torch's own attention on one row."""
-    trial = checks._Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
+    trial = Trial(Case(((0, 9),), num_heads=4, num_kv_heads=4), torch.device("cpu"), seed=3)
     found = trial._definition(trial.q_TNH, 0)
     q, k, v = (x.double().transpose(0, 1)[None] for x in (trial.q_TNH, trial.keys[0], trial.values[0]))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)

@@ -7,6 +7,7 @@ from lab import LLM, AsyncLLM
 from tests import rigs
 
 SMALL = ["compile.mode=none", "num_threads=1", "cache.num_blocks=64", "debug.check_integrity=true", "model.max_model_len=256"]
+SMALL.append("draft_length=fixed")  # with a proposer, drafts are verified whether they pay or not
 GREEDY = {"temperature": 0.0}
 
 

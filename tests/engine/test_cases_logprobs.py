@@ -5,7 +5,7 @@ import pytest
 from lab import SamplingParams
 from tests import rigs
 from tests.engine.models import count_alpha, open_llm
-from tests.engine.test_cases_stops import NGRAM, REPEATS
+from tests.engine.test_cases_stops import DRAFTERS, REPEATS
 
 NEXT, OTHER = pytest.approx(rigs.COUNT_LOGPROB_NEXT, abs=1e-4), pytest.approx(rigs.COUNT_LOGPROB_OTHER, abs=1e-4)
 
@@ -78,7 +78,7 @@ def test_prompt_logprobs_do_not_suffer_from_a_warm_prefix_cache(mix, count_asked
 
 
 @pytest.mark.parametrize("is_async", ["true", "false"])
-@pytest.mark.parametrize("drafter", [[], NGRAM], ids=["no drafts", "ngram"])
+@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_logprobs_are_the_targets_one_for_each_token(count, drafter, is_async):
     with open_llm(count, *drafter, f"scheduler.async_scheduling={is_async}") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=10, logprobs=2)

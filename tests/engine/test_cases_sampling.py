@@ -25,7 +25,11 @@ def unseeded(max_tokens=16):
 
 
 @pytest.mark.parametrize("is_async", ["true", "false"])
-@pytest.mark.parametrize("drafter", [[], ["+spec=ngram", "spec.min_n=1"]], ids=["no drafts", "ngram"])
+@pytest.mark.parametrize(
+    "drafter",
+    [[], ["+spec=ngram", "spec.min_n=1"], ["+spec=suffix", "spec.min_match=1", "spec.min_share=0"]],
+    ids=["no drafts", "ngram", "suffix"],
+)
 def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(folder, is_async, drafter):
     batches = {
         "beside an unseeded one": ([PROMPT, OTHER], [SEEDED, unseeded()], 0),

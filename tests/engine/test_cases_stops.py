@@ -9,6 +9,7 @@ from tests.engine.test_async_llm import collect, run
 D, E, F = 3, 4, 5
 REPEATS = "ABCDEFGHABC"  # what follows the last ABC stood in the text before: the drafts are right
 NGRAM = ["+spec=ngram", "spec.min_n=2", "spec.max_n=3", "spec.num_drafts=5"]
+DRAFTERS = {"no drafts": [], "ngram": NGRAM, "suffix": ["+spec=suffix", "spec.num_drafts=5"]}
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +17,10 @@ def folder(tmp_path_factory):
     return count_alpha(tmp_path_factory.mktemp("count"))
 
 
-@pytest.fixture(scope="module", params=["no drafts", "ngram", "ngram, no overlap"])
+@pytest.fixture(scope="module", params=[*DRAFTERS, "ngram, no overlap"])
 def llm(request, folder):
-    overrides = [] if request.param == "no drafts" else list(NGRAM)
-    if request.param == "ngram, no overlap":
-        overrides.append("scheduler.async_scheduling=false")
+    name, _, synchronous = request.param.partition(", ")
+    overrides = [*DRAFTERS[name], *(["scheduler.async_scheduling=false"] if synchronous else [])]
     with open_llm(folder, *overrides) as llm:
         yield llm
 
@@ -29,7 +29,7 @@ def finish(llm, prompt, **values):
     """The one sample of a greedy request; with a drafter, drafts were accepted on the way."""
     before = llm.metrics()["accepted_tokens"]
     out = llm.generate(prompt, SamplingParams(temperature=0.0, **values))[0].outputs[0]
-    if llm.settings.spec.name == "ngram" and prompt == REPEATS:
+    if llm.settings.spec.name != "none" and prompt == REPEATS:
         assert llm.metrics()["accepted_tokens"] > before
     assert llm.metrics()["kv"]["used_blocks"] == 0
     return out

@@ -34,3 +34,11 @@ def test_the_record_says_what_was_chosen_and_why_no_other(known):
 def test_a_broken_one_that_was_asked_for_is_told(known):
     with pytest.raises(UserError, match="SyntaxError"):
         resolve("policy", PluginChoice("crooked"), Needs())
+
+
+def test_attention_without_sinks_is_passed_over_or_refused(own_registry):
+    own_registry.discover()
+    needs = Needs(device="cpu", dtype="float32", features=frozenset({"sinks"}))
+    assert resolve("attention", PluginChoice(), needs).record["name"] == "sdpa"
+    with pytest.raises(UserError, match="attention plugin 'flash' cannot serve this run: it has no sinks.\nThese can: .*eager"):
+        resolve("attention", PluginChoice("flash"), needs)

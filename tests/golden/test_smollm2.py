@@ -64,3 +64,23 @@ def test_short_prompts_under_settings(prompts, right, overrides):
 def test_ngram_drafts(prompts, right):
     found, _ = generate(prompts[:30], spec="ngram")
     assert found == right[:30]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["scheduler.async_scheduling=false", "scheduler.max_num_batched_tokens=16"],
+        ["cache.num_blocks=28", "cache.block_size=8", "model.max_model_len=220", "debug.preempt_every=4"],
+    ],
+    ids=["as-it-comes", "chunks-of-16-sync", "small-pool"],
+)
+def test_eagle_drafts(prompts, right, overrides):
+    """By the head that comes with lab, drafts of which are accepted."""
+    short = [i for i, p in enumerate(prompts) if len(p) <= 24][:12]
+    short += [i for i, p in enumerate(prompts) if 60 <= len(p) <= 130][:3]
+    found, engine = generate([prompts[i] for i in short], "draft_length=fixed", *overrides, spec="eagle")
+    assert found == [right[i] for i in short]
+    assert engine.model.aux_layers == (2, 15, 27)
+    if "debug.preempt_every=4" in overrides:
+        assert engine.scheduler.num_preemptions > 0

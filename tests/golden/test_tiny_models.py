@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lab import LLM, SamplingParams
-from tests import rigs
+from plugins.attention.flash.cpu import CpuKernels
+from tests import draft_heads, rigs
 from tests.golden.oracle import greedy
 from tests.golden.prompts import token_prompts
 
@@ -30,6 +31,7 @@ def generate(folder, *overrides, attention="eager", spec=None, prompts=PROMPTS, 
         "cache.num_blocks=400",
         "debug.check_integrity=true",
         "num_threads=1",
+        "draft_length=fixed",  # with a proposer, drafts are verified whether they pay or not
     ]
     with LLM(str(folder), attention=attention, spec=spec, overrides=[*base, *overrides]) as llm:
         for _ in range(times):
@@ -89,6 +91,23 @@ def test_prefix_cache_off_and_warm(model, attention):
 
 
 @pytest.mark.parametrize("spec", [None, "ngram"])
+def test_cascade(model, spec, monkeypatch):
+    """Whatever rows share is attended to once, in prefills, decodes and verified drafts."""
+    folder, right = model
+    spared = []
+
+    def watched(self, batch, reuse=None, plan=CpuKernels.plan):
+        found = plan(self, batch, reuse)
+        spared.append(int(batch.ctx_len_R_cpu.sum()) * self.num_kv_heads - torch.ops.lab_flash.keys_read(found.work))
+        return found
+
+    monkeypatch.setattr(CpuKernels, "plan", watched)
+    found, _, _ = generate(folder, "attention.cascade=1", attention="flash", spec=spec, times=2)
+    assert found == right
+    assert sum(keys > 0 for keys in spared) > len(spared) // 2
+
+
+@pytest.mark.parametrize("spec", [None, "ngram"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preemption(model, async_scheduling, spec):
     folder, right = model
@@ -127,3 +146,23 @@ def test_static_batching_and_priority(model):
     assert found == right
     found, _, _ = generate(folder, "scheduler.policy=priority", "debug.preempt_every=5", attention="sdpa")
     assert found == right
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["scheduler.max_num_batched_tokens=7", "scheduler.async_scheduling=false"],
+        ["cache.num_blocks=60", "cache.block_size=4", "scheduler.max_num_batched_tokens=96"],
+        ["debug.preempt_every=5"],
+    ],
+    ids=["chunks-sync", "small-pool", "forced-preemption"],
+)
+def test_eagle_drafts(model, tmp_path, overrides):
+    """By a head of random weights, most drafts of which are rejected; the second run is over cached prefixes."""
+    folder, right = model
+    head = draft_heads.random(tmp_path / "head", folder, "eagle3", draft_vocab=90)
+    settings = [f"spec.head={head}", "spec.num_drafts=3", "draft_length=fixed", *overrides]
+    found, engine, outs = generate(folder, *settings, attention="sdpa", spec="eagle", prompts=PROMPTS[::3], times=2)
+    assert found == right[::3]
+    assert engine.blocks.stats.hits > 0
+    assert engine.scheduler.num_preemptions > 0 or "preempt" not in str(overrides)

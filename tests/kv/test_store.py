@@ -44,3 +44,17 @@ def test_bytes_of_a_block_are_those_of_the_layout(name, head_dim, stored):
     assert bytes_per_block([backend] * 4) == 4 * per_layer
     grown = KVStore([backend], 9).layers[0].nbytes - KVStore([backend], 8).layers[0].nbytes
     assert grown == per_layer
+
+
+def test_each_layer_keeps_sinks_of_its_own():
+    spec = AttentionSpec(9, 3, 8, 1.0, 1, torch.bfloat16, torch.bfloat16, torch.device("cpu"), has_sinks=True)
+    entry = registry.get("attention", "eager")
+    backend = entry.load()(entry.options(), spec)
+    sinks = [torch.arange(9.0), torch.arange(9.0) - 3.5]
+    store = KVStore([backend] * 2, 4, sinks=sinks)
+    slots = torch.tensor([0, 1, 2, 3, -1])  # all of them, and padding
+    for kv, sinks_N in zip(store.layers, sinks, strict=True):
+        backend.write(torch.ones(5, 3, 8), torch.ones(5, 3, 8), kv, slots)
+        assert torch.equal(backend.sinks(kv), sinks_N)
+        assert (backend.export_blocks(kv, torch.arange(4)) == 1).all()
+    assert bytes_per_block([backend]) == 2 * 3 * 8 * 2  # sinks are no part of a block

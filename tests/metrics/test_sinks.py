@@ -13,7 +13,7 @@ from lab.bench.recorder import Sinks
 from lab.contracts.sink import RunInfo, Sink
 from lab.errors import UserError
 from lab.metrics.sinks.jsonl import JsonlSink
-from lab.metrics.sinks.wandb import SERIES, WandbSink, answers, choose_mode, flatten, has_key
+from lab.metrics.sinks.wandb import SERIES, WandbSink, acceptance_bars, answers, choose_mode, flatten, has_key
 from lab.settings import WandbSettings
 
 STEP = {**dict.fromkeys(SERIES, 2), "step": 0, "t_s": 0.5}
@@ -114,13 +114,16 @@ def test_wandb_offline_keeps_everything_under_the_run_folder(info, no_account):
     for index in range(500):
         sink.step({**STEP, "step": index})
     (info.folder / "metrics.json").write_text("{}")
-    sink.finish({"ttft_ms": {"mean": 2.5}, "num_requests": 1}, 0)
+    code = {"alpha": 0.5, "acceptance_rate": 0.25}
+    spec = {"acceptance_per_position": [0.75, 0.5]}
+    sink.finish({"ttft_ms": {"mean": 2.5}, "num_requests": 1, "spec": spec, "categories": {"code": code}}, 0)
     wandb.teardown()  # as at the end of the process: its service has written everything
     (offline,) = (info.folder / "wandb").glob("offline-run-*")
     (record,) = offline.glob("*.wandb")
     content = record.read_bytes()
     assert b"model.path" in content and b"ttft_ms.mean" in content
     assert b"metrics.json" in content  # the artifact
+    assert b"spec/acceptance_rate" in content and b"spec/by position" in content and b"spec/by category" in content
     assert content.count(b"step/num_tokens") < 20  # points, not a point for every step
 
 
@@ -166,3 +169,13 @@ def test_a_server_that_swallows_connections_is_not_waited_for(monkeypatch):
 
 def test_flatten_keeps_what_is_not_a_mapping():
     assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": {}, "f": None}) == {"a.b.c": 1, "a.d": [1, 2], "e": {}, "f": None}
+
+
+def test_acceptance_has_charts_where_there_were_drafts():
+    spec = {"acceptance_per_position": [0.75, 0.5]}
+    assert acceptance_bars({}) == {}
+    assert acceptance_bars({"spec": spec, "categories": {"prose": {"num_requests": 1}}}) == {
+        "by position": {"1": 0.75, "2": 0.5}
+    }
+    charts = acceptance_bars({"spec": spec, "categories": {"code": {"alpha": 0.5, "acceptance_rate": 0.25}}})
+    assert charts["by category"] == {"code": 0.25}

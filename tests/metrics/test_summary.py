@@ -7,7 +7,7 @@ import pytest
 
 from lab.bench.records import latencies, refused_line
 from lab.errors import UserError
-from lab.metrics.summary import DraftTotals, RequestTotals, StepTotals, distribution, percentile
+from lab.metrics.summary import RequestTotals, StepTotals, distribution, percentile
 from lab.metrics.timeline import Timeline
 from lab.settings import Settings
 
@@ -125,18 +125,6 @@ def test_a_run_without_time_or_requests_has_no_rates():
     assert "output_tok_per_s" not in found and "ttft_ms" not in found
 
 
-def test_draft_totals_per_position():
-    drafts = DraftTotals()
-    assert drafts.metrics(0.0) is None
-    for offered, accepted in ((3, 3), (3, 1), (1, 0), (0, 0)):
-        drafts.add(offered, accepted)
-    found = drafts.metrics(0.25)
-    assert (found["num_drafts"], found["draft_tokens"], found["accepted_tokens"]) == (3, 7, 4)
-    assert found["acceptance_per_position"] == [2 / 3, 1 / 2, 1 / 2]
-    assert found["mean_accepted_length"] == pytest.approx(1 + 4 / 3)
-    assert found["draft_ms_share"] == 0.25
-
-
 def step(ms, num_tokens, num_requests, used=4, running=None, drafts=0, mode="none"):
     return {
         "ms": ms,
@@ -159,9 +147,7 @@ def test_the_floor_is_compared_with_steps_that_only_decode():
     assert asked == [(2, 6 * 16 - 2 * 15), (6, 0)]  # never more than the requests may hold, never below nothing
     assert totals.decode_metrics() == {"decode_floor_ms": 4.0, "decode_step_ms": 6.0, "floor_ratio": 1.5}
     assert totals.dispatch == {"full": 1, "none": 2}
-    assert totals.draft_ms_share == pytest.approx(0.1)
 
 
 def test_without_decode_steps_there_is_no_ratio():
     assert StepTotals(16, 15, lambda tokens, kv: 1.0).decode_metrics() == {}
-    assert StepTotals(16, 15).draft_ms_share == 0.0

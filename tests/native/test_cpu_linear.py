@@ -181,6 +181,21 @@ def test_argmax_of_what_is_not_finite(ops):
                 assert expected[4] == 0
 
 
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_a_row_has_the_same_bits_beside_any_number_of_others_if_asked(build, dtype):
+    ops = operators(build)
+    w_OI, x_TI = random(352, 608, dtype=dtype), random(700, 608, dtype=dtype, seed=1)
+    packed = _cpu_linear.pack(w_OI)
+    for product in (ops.linear, ops.gated):
+        wanted = product(x_TI, packed, 352, True)
+        for first, last in ((0, 1), (699, 700), (3, 5), (8, 24), (90, 123), (0, 512), (41, 700)):
+            assert torch.equal(product(x_TI[first:last], packed, 352, True), wanted[first:last]), (first, last)
+    assert torch.equal(ops.argmax(x_TI[:1], packed, 352, True), ops.argmax(x_TI, packed, 352, True)[:1])
+    alone, among = ops.linear(x_TI[:1], packed, 352), ops.linear(x_TI, packed, 352)[:1]
+    assert not torch.equal(alone, among) or (build, dtype) != ("native", torch.float32)  # else there was nothing to ask for
+
+
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_inputs_that_are_not_contiguous(linear, dtype):
     w_OI = random(48, 64, dtype=dtype)

@@ -66,6 +66,10 @@ def test_drafts_go_into_the_rows_and_their_distributions_to_verification():
     assert torch.equal(kept[0, 0], probs_RSV[1, 0]) and not kept[0, 1].any()
     assert torch.equal(kept[1], probs_RSV[0, :2])
     assert found.probs([Share(ids[0], 2, 1, 0, True)]) is None
+    found._probs.pop(ids[1])  # as if its drafts were one-hot, of a step before
+    kept = found.probs(shares)
+    assert kept[0, 0].tolist() == [float(token == 7) for token in range(VOCAB)]
+    assert torch.equal(kept[1], probs_RSV[0, :2])
     for row in ids:
         found.forget(row)
     assert found.probs(shares) is None
@@ -101,6 +105,7 @@ def test_drawn_drafts_leave_the_distribution_alone(tmp_path, sampling_proposer, 
     """The first verified token of many seeds, with and without drafts: one distribution by a two-sample chi-square."""
     folder = rigs.mix(tmp_path / "mix")
     overrides = ["model.dtype=float32", "model.max_model_len=64", "cache.num_blocks=2000", "num_threads=1"]
+    overrides += ["draft_length=fixed"]
     overrides += [f"scheduler.async_scheduling={async_scheduling}", "compile.mode=none"]
     prompt = {"prompt_token_ids": [3, 1, 4, 1, 5]}
     params = [SamplingParams(temperature=0.5, top_k=6, max_tokens=3, seed=seed, ignore_eos=True) for seed in range(1500)]

@@ -1,5 +1,5 @@
 // A compiled piece as a straight line of steps over registers, run without Python: calls of operators, views, new tensors and
-// generated loops. Python takes some microseconds for each of them, which for one token is as long as the work itself.
+// generated loops; and a whole forward pass as a line of pieces and attention. Python takes some microseconds for each of them, which for one token is as long as the work itself.
 //
 // Sizes are a * T + b, with T the number of tokens. A step drops the registers that nothing behind it reads.
 
@@ -193,7 +193,6 @@ struct Tape : torch::CustomClassHolder {
 
   void check(int64_t number) const { TORCH_CHECK_INDEX(0 <= number && number < num_registers, "tape: no register ", number); }
 
- private:
   void add(std::unique_ptr<Step> step, Integers dropped) {
     for (const int64_t number : dropped) check(number);
     step->dropped = std::move(dropped);
@@ -219,20 +218,50 @@ struct BoundTape : torch::CustomClassHolder {
   int64_t address() const { return reinterpret_cast<int64_t>(this); }
 };
 
+// Run the steps on registers that hold all inputs.
+void run_steps(const Tape& tape, Registers& registers, int64_t tokens) {
+  for (const auto& step : tape.steps) {
+    step->run(registers, tokens);
+    for (const int64_t number : step->dropped) registers[number] = IValue();
+  }
+}
+
 // `address` is that of a BoundTape, which the caller keeps alive: to be handed the object costs more than most pieces take.
 std::vector<at::Tensor> run(int64_t address, const std::vector<at::Tensor>& inputs, int64_t tokens) {
   const auto* bound = reinterpret_cast<const BoundTape*>(address);
   TORCH_CHECK(inputs.size() == bound->inputs.size(), "tape: takes ", bound->inputs.size(), " tensors");
   Registers registers = bound->registers;
   for (size_t i = 0; i < inputs.size(); i++) registers[bound->inputs[i]] = inputs[i];
-  for (const auto& step : bound->tape->steps) {
-    step->run(registers, tokens);
-    for (const int64_t number : step->dropped) registers[number] = IValue();
-  }
+  run_steps(*bound->tape, registers, tokens);
   std::vector<at::Tensor> outputs;
   outputs.reserve(bound->outputs.size());
   for (const int64_t number : bound->outputs) outputs.push_back(registers[number].toTensor());
   return outputs;
+}
+
+// A bound tape as a step of another one: its inputs come from these registers, its outputs go to those.
+struct CallTape final : Step {
+  c10::intrusive_ptr<BoundTape> bound;
+  Integers from, to;
+
+  CallTape(c10::intrusive_ptr<BoundTape> bound, Integers from, Integers to)
+      : bound(std::move(bound)), from(std::move(from)), to(std::move(to)) {}
+
+  void run(Registers& registers, int64_t tokens) const override {
+    Registers inner = bound->registers;
+    for (size_t i = 0; i < from.size(); i++) inner[bound->inputs[i]] = registers[from[i]];
+    run_steps(*bound->tape, inner, tokens);
+    for (size_t i = 0; i < to.size(); i++) registers[to[i]] = std::move(inner[bound->outputs[i]]);
+  }
+};
+
+void call_tape(const c10::intrusive_ptr<Tape>& tape, c10::intrusive_ptr<BoundTape> bound, Integers from, Integers to,
+               Integers dropped) {
+  TORCH_CHECK(from.size() == bound->inputs.size() && to.size() == bound->outputs.size(), "tape: takes ", bound->inputs.size(),
+              " registers and fills ", bound->outputs.size());
+  for (const int64_t number : from) tape->check(number);
+  for (const int64_t number : to) tape->check(number);
+  tape->add(std::make_unique<CallTape>(std::move(bound), std::move(from), std::move(to)), std::move(dropped));
 }
 
 }  // namespace
@@ -247,5 +276,6 @@ TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.class_<BoundTape>("BoundTape")
       .def(torch::init<c10::intrusive_ptr<Tape>, const Integers&, const std::vector<at::Tensor>&, Integers, Integers>())
       .def("address", &BoundTape::address);
+  library.def("call_tape", &call_tape);
   library.def("run", &run);
 }

@@ -22,7 +22,10 @@ INIT_SECONDS = 20.0
 UPLOAD_SECONDS = 60.0  # at the end of the run; what is left can be sent with `wandb sync`
 SERIES_SECONDS = 1.0  # one point of every series so often
 RUN_FILES = ("config.yaml", "resolved.json", "env.json", "metrics.json", "requests.jsonl", "steps.jsonl", "trace.json")
-SERIES = ("ms", "num_tokens", "num_requests", "kv_used_blocks", "waiting", "running", "num_drafts", "num_accepted", "preempted")
+SERIES = (
+    *("ms", "num_tokens", "num_requests", "kv_used_blocks", "waiting", "running", "preempted"),
+    *("num_drafts", "num_drafting", "num_accepted", "draft_ms"),
+)
 
 
 @register("sink", "wandb")
@@ -72,6 +75,9 @@ class WandbSink(Sink):
         if self._num_summed:
             self._log_point()
         self._run.summary.update(flatten(metrics))
+        for name, bars in acceptance_bars(metrics).items():
+            table = wandb.Table(columns=["of", "acceptance"], data=[list(bar) for bar in bars.items()])
+            self._run.log({f"spec/{name}": wandb.plot.bar(table, "of", "acceptance", title=f"acceptance {name}")})
         artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
         for name in RUN_FILES:
             if (path := self._folder / name).exists():
@@ -80,11 +86,27 @@ class WandbSink(Sink):
         self._run.finish(exit_code=exit_code)
 
     def _log_point(self) -> None:
-        point = {f"step/{name}": total / self._num_summed for name, total in self._sums.items()}
+        sums = self._sums
+        point = {f"step/{name}": total / self._num_summed for name, total in sums.items()}
+        if sums["num_drafts"]:
+            point["spec/acceptance_rate"] = sums["num_accepted"] / sums["num_drafts"]
+            point["spec/mean_accepted_length"] = 1 + sums["num_accepted"] / sums["num_drafting"]
+            point["spec/draft_ms_share"] = sums["draft_ms"] / sums["ms"]
         self._run.log({**point, "step/t_s": self._last["t_s"]}, step=self._last["step"])
         self._sums = dict.fromkeys(SERIES, 0.0)
         self._num_summed = 0
         self._next_s = time.monotonic() + SERIES_SECONDS
+
+
+def acceptance_bars(metrics: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The charts of how often drafts were accepted: by position, and by category where requests have one."""
+    charts: dict[str, dict[str, float]] = {}
+    if spec := metrics.get("spec"):
+        by_position = enumerate(spec["acceptance_per_position"], start=1)
+        charts["by position"] = {str(position): share for position, share in by_position}
+        its = {name: found["acceptance_rate"] for name, found in metrics.get("categories", {}).items() if "alpha" in found}
+        charts |= {"by category": its} if its else {}
+    return charts
 
 
 def choose_mode(asked: str) -> str:

@@ -38,7 +38,8 @@ SCALE_NAMES = ("{}_scale", "attn.{}_scale", "{0}_proj.{0}_scale", "{}_proj.outpu
 class AttentionLayer(nn.Module):
     """One layer's attention over the paged cache. It has no weights; `layer` is its index among the attention layers.
 
-    `kv_scales_2K` are the scales of a quantized cache that the checkpoint has for the layer, if it has any.
+    `kv_scales_2K` are the scales of a quantized cache that the checkpoint has for the layer, if it has any; `sinks_N` the
+    attention sinks, one logit for each query head, of an architecture that has them.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.name = name
         self.kv_scales_2K: torch.Tensor | None = None
+        self.sinks_N: torch.Tensor | None = None
         self.layer = layer
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

@@ -37,6 +37,7 @@ class Flash(Attention):
     @dataclass(frozen=True)
     class Options:
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
+        cascade: int | str = "auto"  # attend once to keys that rows share: auto (where it pays), never, or from so many on
         isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
 
     libraries = {LIBRARY: SOURCES}
@@ -45,7 +46,7 @@ class Flash(Attention):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
         head_dims=set(range(8, 257, 8)),
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "lse", "batch_invariant"},
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
@@ -111,3 +112,9 @@ class Flash(Attention):
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)
+
+    def operators(self) -> Any:
+        return self._kernels.operators() if isinstance(self._kernels, CpuKernels) else None
+
+    def attend_lse(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor, lse_TN: torch.Tensor) -> None:
+        self._kernels.attend_lse(q_TNH, kv, plan, out_TNH, lse_TN)

@@ -3,14 +3,19 @@
 Each call into C++ costs some microseconds, more with every argument, so `plan` prepares all that a step's layers share.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.api import AttentionSpec, UserError, dataclass, native
+from lab.api import AttentionSpec, OperatorCall, UserError, dataclass, native
 
-LIBRARY = "lab_flash"
+from .cascade import least_shared
+
+LIBRARY = "lab_flash"  # the kernels that this CPU runs fastest
+EVERY_ISA = "lab_flash_every_isa", ("-DFLASH_EVERY_ISA",)  # with those for lesser instruction sets, for who asks for one
 SOURCES = sorted((Path(__file__).parent / "cpu").glob("*.cpp"))
 
 
@@ -28,15 +33,41 @@ class CpuKernels:
     dim_multiple = 32
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
-        native.load(LIBRARY, SOURCES)
-        ops = torch.ops.lab_flash
-        self._plan, self._attend, self.write = ops.plan.default, ops.attend.default, ops.write.default
-        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
+        self._isa = options.isa
+        self.num_kv_heads = spec.num_kv_heads
+        shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
-        self._how = (*shape, *scores, options.num_splits, _index_of(options.isa))
+        isa = 0 if options.isa == "auto" else _index_of(options.isa, self._ops.isas())
+        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), isa, spec.batch_invariant)
+
+    @cached_property
+    def _ops(self) -> Any:
+        """Loaded when first asked for: until then a cold start has them built while the model is compiled."""
+        name, flags = (LIBRARY, ()) if self._isa == "auto" else EVERY_ISA
+        native.load(name, SOURCES, flags=flags)
+        return getattr(torch.ops, name)
+
+    @cached_property
+    def write(self) -> Any:
+        return self._ops.write.default
+
+    @cached_property
+    def _attend(self) -> Any:
+        return self._ops.attend.default
+
+    @cached_property
+    def _plan(self) -> Any:
+        return self._ops.plan.default
+
+    def operators(self) -> list[OperatorCall]:
+        return [
+            OperatorCall(self.write, ("k", "v", "kv", "slots")),
+            OperatorCall(self._attend, ("q", "kv", "blocks_RM", "work", "out")),
+        ]
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
-        work = self._plan(torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu), *self._how)
+        starts, contexts = torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu)
+        work = self._plan(starts, contexts, batch.blocks_RM, *self._how)
         if reuse is None:
             return Plan(work, batch.blocks_RM)
         reuse.work, reuse.blocks_RM = work, batch.blocks_RM
@@ -45,12 +76,14 @@ class CpuKernels:
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         self._attend(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH)
 
+    def attend_lse(
+        self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor
+    ) -> None:
+        self._ops.attend_lse.default(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH, lse_TN)
 
-def _index_of(isa: str) -> int:
+
+def _index_of(isa: str, usable: Sequence[str]) -> int:
     """The kernels' place in the library's list, which begins with the fastest. Raises UserError when they are not there."""
-    usable = torch.ops.lab_flash.isas()
-    if isa == "auto":
-        return 0
     if isa not in usable:
         raise UserError(f"attention.isa={isa}: this machine has no such kernels.\nAvailable: auto, {', '.join(usable)}.")
     return usable.index(isa)

@@ -21,6 +21,7 @@ struct Linear {
   int64_t rows;      // M
   int64_t depth;     // I, padded
   int64_t outputs;   // O
+  bool batch_invariant = false;  // a row's sums must not depend on the number of rows, whatever that costs
 
   const T* block(int64_t b) const { return weights + b * depth * kLanes; }
   int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }

@@ -25,7 +25,7 @@ void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
     lab::by_vectors<lab::Fp32Step>(linear, share, sink);
   } else {
 #if defined(__AMX_BF16__) && defined(__linux__)
-    if (linear.rows >= amx_from_rows && lab::may_use_amx()) return lab::by_tiles(linear, share, sink);
+    if ((linear.rows >= amx_from_rows || linear.batch_invariant) && lab::may_use_amx()) return lab::by_tiles(linear, share, sink);
 #endif
     lab::by_vectors<lab::Bf16Step>(linear, share, sink);
   }
@@ -99,50 +99,51 @@ void check(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) 
 }
 
 template <typename T>
-Linear<T> arguments(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+Linear<T> arguments(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant) {
   return {static_cast<const T*>(x.const_data_ptr()), x.stride(0), static_cast<const T*>(packed.const_data_ptr()), x.size(0),
-          packed.size(1), out_features};
+          packed.size(1), out_features, batch_invariant};
 }
 
 template <typename T>
-void store_product(const at::Tensor& x, const at::Tensor& packed, at::Tensor& y) {
-  const Linear<T> linear = arguments<T>(x, packed, y.size(1));
+void store_product(const at::Tensor& x, const at::Tensor& packed, at::Tensor& y, bool batch_invariant) {
+  const Linear<T> linear = arguments<T>(x, packed, y.size(1), batch_invariant);
   run(linear, Division(linear, threads_here()),
       [&](int64_t) { return Store<T>{static_cast<T*>(y.mutable_data_ptr()), linear.outputs}; });
 }
 
 // Returns (T, out_features).
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant) {
   check(x, packed, out_features);
   at::Tensor y = at::detail::empty_cpu({x.size(0), out_features}, x.scalar_type());
   if (y.numel() == 0) return y;
   const at::Tensor wide = padded(x, packed.size(1));
-  x.scalar_type() == at::kFloat ? store_product<float>(wide, packed, y) : store_product<BFloat16>(wide, packed, y);
+  x.scalar_type() == at::kFloat ? store_product<float>(wide, packed, y, batch_invariant)
+                                : store_product<BFloat16>(wide, packed, y, batch_invariant);
   return y;
 }
 
 template <typename T>
-void store_gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, at::Tensor& y) {
-  const Linear<T> linear = arguments<T>(x, packed, out_features);
+void store_gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant, at::Tensor& y) {
+  const Linear<T> linear = arguments<T>(x, packed, out_features, batch_invariant);
   run(linear, Division(linear, threads_here()),
       [&](int64_t) { return lab::Gated<T>(static_cast<T*>(y.mutable_data_ptr()), linear.rows, linear.outputs); });
 }
 
 // `packed` has blocks of gate and up in turn. Returns silu(gate) * up: (T, out_features / 2).
-at::Tensor gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+at::Tensor gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant) {
   check(x, packed, out_features);
   TORCH_CHECK(out_features % (2 * kLanes) == 0 && out_features == packed.size(0) * kLanes, "gated takes whole pairs of blocks");
   at::Tensor y = at::detail::empty_cpu({x.size(0), out_features / 2}, x.scalar_type());
   if (y.numel() == 0) return y;
   const at::Tensor wide = padded(x, packed.size(1));
-  x.scalar_type() == at::kFloat ? store_gated<float>(wide, packed, out_features, y)
-                                : store_gated<BFloat16>(wide, packed, out_features, y);
+  x.scalar_type() == at::kFloat ? store_gated<float>(wide, packed, out_features, batch_invariant, y)
+                                : store_gated<BFloat16>(wide, packed, out_features, batch_invariant, y);
   return y;
 }
 
 template <typename T>
-void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, int64_t* ids) {
-  const Linear<T> linear = arguments<T>(x, packed, out_features);
+void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant, int64_t* ids) {
+  const Linear<T> linear = arguments<T>(x, packed, out_features, batch_invariant);
   const Division division(linear, threads_here());
   std::vector<Largest<T>> found(division.threads(), Largest<T>(linear.rows, out_features));
   run(linear, division, [&](int64_t thread) -> Largest<T>& { return found[thread]; });
@@ -159,15 +160,15 @@ void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_fea
 
 // Returns int64 (T): of each row of linear(...) the index of the largest value, the lowest of several, the first that is not a
 // number if there is one. out_features is at least 1.
-at::Tensor argmax(const at::Tensor& x, const at::Tensor& packed, int64_t out_features) {
+at::Tensor argmax(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant) {
   check(x, packed, out_features);
   TORCH_CHECK(out_features > 0, "argmax: there is nothing to choose from");
   at::Tensor ids = at::detail::empty_cpu({x.size(0)}, at::kLong);
   if (x.size(0) == 0) return ids;
   const at::Tensor wide = padded(x, packed.size(1));
   int64_t* to = static_cast<int64_t*>(ids.mutable_data_ptr());
-  x.scalar_type() == at::kFloat ? find_largest<float>(wide, packed, out_features, to)
-                                : find_largest<BFloat16>(wide, packed, out_features, to);
+  x.scalar_type() == at::kFloat ? find_largest<float>(wide, packed, out_features, batch_invariant, to)
+                                : find_largest<BFloat16>(wide, packed, out_features, batch_invariant, to);
   return ids;
 }
 
@@ -177,9 +178,9 @@ int64_t set_amx_from_rows(int64_t rows) { return std::exchange(amx_from_rows, ro
 }  // namespace
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
-  library.def("linear(Tensor x, Tensor packed, int out_features) -> Tensor");
-  library.def("gated(Tensor x, Tensor packed, int out_features) -> Tensor");
-  library.def("argmax(Tensor x, Tensor packed, int out_features) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, int out_features, bool batch_invariant=False) -> Tensor");
+  library.def("gated(Tensor x, Tensor packed, int out_features, bool batch_invariant=False) -> Tensor");
+  library.def("argmax(Tensor x, Tensor packed, int out_features, bool batch_invariant=False) -> Tensor");
   library.def("set_amx_from_rows(int rows) -> int", &set_amx_from_rows);
 }
 

@@ -119,7 +119,10 @@ void by_vectors(const Linear<typename Step::T>& linear, const Share& share, Sink
       group<Step, kGroup, kBlocks, 1>(linear, sink, row, begin, end, row == share.first_row);
     const bool is_first = row == share.first_row;
     switch (share.end_row - row) {
-      case 1: group<Step, 1, kBlocks, 2>(linear, sink, row, begin, end, is_first); break;
+      case 1:
+        linear.batch_invariant ? group<Step, 1, kBlocks, 1>(linear, sink, row, begin, end, is_first)
+                               : group<Step, 1, kBlocks, 2>(linear, sink, row, begin, end, is_first);
+        break;
       case 2: group<Step, 2, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
       case 3: group<Step, 3, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;
       case 4: group<Step, 4, kBlocks, 1>(linear, sink, row, begin, end, is_first); break;

@@ -2,7 +2,7 @@
 
 #include "flash.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && (defined(FLASH_EVERY_ISA) || !defined(FLASH_HAS_AVX512))
 
 #define FLASH_WIDTH 8
 #include "dot.h"

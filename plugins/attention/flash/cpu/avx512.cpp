@@ -2,7 +2,7 @@
 
 #include "flash.h"
 
-#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef FLASH_HAS_AVX512
 
 #define FLASH_WIDTH 16
 #include "dot.h"

@@ -77,7 +77,7 @@ struct Dot {
   INLINE float soften(int start, int m) {
     float* s = scores + m * kTile;
     const int count = tile.groups * kGroup;
-    const int position = item.position + m / c.group;
+    const int position = position_of(c, item, m);
     const int oldest = c.window ? position - c.window + 1 : 0;
     const int last = std::min(position, item.key_last - 1);
     float factor = c.scale * kLog2e;

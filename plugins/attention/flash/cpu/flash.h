@@ -8,6 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define FLASH_HAS_AVX512
+#endif
+
 namespace flash {
 
 enum class Type : int { f32, bf16, f16, i8, fp8 };
@@ -19,12 +23,24 @@ constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are
 constexpr int kMaxDim = 256;
 constexpr int kMaxLanes = 768;   // query vectors of one item: tokens times the query heads of a KV head
 
+// A token whose keys are in part attended to together with those of other rows. Tokens of a row that are merged together, a
+// unit, stand one after another. Its partials are [KV head, split, lane].
+struct SharedToken {
+  int32_t token;         // of the step
+  int32_t partial;       // index of its first lane among the partials: of KV head 0, split 0
+  int32_t lanes, splits; // of its unit
+  int32_t counter;       // of its unit, for KV head 0
+};
+
 struct Call {
   const void* q;       // [T, N, D], the last dim dense
   void* out;           // [T, N, D], the last dim dense
   const void* kv;      // [P, K, 2, B, DP]
   const int32_t* blocks;  // [R, M]
   int64_t q_stride_t, q_stride_n, out_stride_t, out_stride_n, blocks_stride;
+  float* lse;          // [T, N] natural logsumexp of the scores; null where nobody asks for it
+  int64_t lse_stride_t;
+  const SharedToken* shared;  // tokens of the items that serve several rows
   float* partials;     // of split rows: for each lane its maximum, its sum, and DP unnormalised outputs
   int32_t* arrived;    // splits of a row and KV head that are done
   Type type, kv_type;  // of q and out; of the cache
@@ -39,16 +55,18 @@ struct Call {
   bool has_bf16_products() const { return type == Type::bf16 && (kv_type == Type::bf16 || is_quantized()); }
 };
 
-// One piece of work: some tokens of a row, one KV head with its group of query heads, a range of keys. A lane is one query
-// vector; lane = token * group + head.
+// One piece of work: some tokens, one KV head with its group of query heads, a range of keys. A lane is one query vector;
+// lane = token * group + head. The tokens are one row's, or of several rows that begin with the same blocks, for keys that all of
+// them see.
 struct Item {
-  int32_t row, kv_head;
-  int32_t q_first, q_count;      // tokens of the step
-  int32_t position;              // of the first token
+  int32_t row, kv_head;          // whose block table is read
+  int32_t q_first, q_count;      // tokens of the step; `shared` ones if they are of several rows
+  int32_t is_shared;
+  int32_t position;              // of the first token; shared ones count as being all at the one behind the last key
   int32_t key_first, key_last;   // keys to read: [key_first, key_last)
-  int32_t split, num_splits;
-  int32_t partial;               // index of split 0's first lane among the partials
-  int32_t counter;               // index into `arrived`
+  int32_t split, num_splits;     // of shared tokens each unit knows its number; it is above 1
+  int32_t partial;               // index of split 0's first lane among the partials; not of shared tokens
+  int32_t counter;               // index into `arrived`; not of shared tokens
   int32_t cost;
 };
 
@@ -67,7 +85,8 @@ struct Kernels {
   void (*attend)(const Call&, const Item&, const Item* next, float* scratch);
 };
 
-// Null where the compiler or its flags have no such instructions.
+// Null where the compiler or its flags have no such instructions, and where faster ones serve as well: then they are built only
+// with FLASH_EVERY_ISA.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

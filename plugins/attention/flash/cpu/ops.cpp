@@ -1,16 +1,17 @@
-// The operators: write keys and values into the cache, cut a step into work items, attend.
+// The operators: write keys and values into the cache, attend as a step's plan says.
 
-#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "flash.h"
+#include "plan.h"
 #include "quantized.h"
 
 namespace flash {
@@ -83,8 +84,6 @@ struct Layout {
   Type type;
   bool has_fixed_scales;
 };
-
-int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
 
 Layout layout_of(const Tensor& kv, int64_t dim) {
   const int64_t padded = padded_dim(dim);
@@ -166,105 +165,26 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
   });
 }
 
-struct Row {
-  int32_t q_first, q_count, position, key_first, key_last;
-};
-
-std::vector<Row> rows_of(const Tensor& q_start, const Tensor& ctx_len, int64_t window) {
-  const int32_t *start = q_start.const_data_ptr<int32_t>(), *ctx = ctx_len.const_data_ptr<int32_t>();
-  std::vector<Row> rows(ctx_len.numel());
-  for (size_t r = 0; r < rows.size(); r++) {
-    const int32_t count = start[r + 1] - start[r], position = ctx[r] - count;
-    const int32_t first = window ? std::max<int32_t>(0, position - int32_t(window) + 1) : 0;
-    rows[r] = {start[r], count, position, first, ctx[r]};
-  }
-  return rows;
-}
-
-constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
-
-// Tokens that one item takes of a row: as many as share a tile's packing, unless threads would go without work.
-int64_t tokens_of_an_item(const std::vector<Row>& rows, int64_t kv_heads, int64_t group, int64_t threads) {
-  for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
-    const int64_t tokens = std::max<int64_t>(1, lanes / group);
-    int64_t items = 0;
-    for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
-    if (items >= 4 * threads) return tokens;
-  }
-  return std::max<int64_t>(1, kFewLanes / group);
-}
-
-// What a key costs an item, in units of its memory traffic: matrix products count above a few lanes.
-int64_t cost_of(int64_t keys, int64_t lanes) { return keys * (8 + lanes); }
-
-constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
-constexpr int64_t kSerialCost = 4096;  // less than this is done before other threads wake up
-
-// A plan is one buffer of 32 bit words: this, the items, a counter for each split row and KV head, the partials.
-struct Plan {
-  int32_t num_items, num_counters, num_tokens, window, isa;
-  float scale, softcap;
-  int32_t threads;
-
-  Item* items() { return (Item*)(this + 1); }
-  int32_t* arrived() { return (int32_t*)(items() + num_items); }
-  float* partials() { return (float*)(arrived() + num_counters); }
-};
-
-// Cuts a step into items, the dearest first, and returns the plan.
-//
-// A row's tokens go in pieces; a piece's keys are split when there are too few pieces for the threads, or into `num_splits`.
-Tensor plan(const Tensor& q_start, const Tensor& ctx_len, int64_t kv_heads, int64_t group, int64_t dim, double scale,
-            double softcap, int64_t window, int64_t num_splits, int64_t isa) {
-  const int64_t threads = at::get_num_threads();
-  const std::vector<Row> rows = rows_of(q_start, ctx_len, window);
-  const int64_t tokens = tokens_of_an_item(rows, kv_heads, group, threads);
-  int64_t total = 0;
-  for (const Row& row : rows) total += kv_heads * cost_of(row.key_last - row.key_first, row.q_count * group);
-  const int64_t share = std::max<int64_t>(total / (4 * threads), 1);
-  std::vector<Item> items;
-  int32_t partials = 0, counters = 0;
-  for (size_t r = 0; r < rows.size(); r++) {
-    const Row& row = rows[r];
-    for (int64_t done = 0; done < row.q_count; done += tokens) {
-      const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
-      const int64_t position = row.position + done;
-      const int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0, last = position + count;
-      int64_t piece = std::max<int64_t>(2 * kPiece, share / (8 + lanes));
-      if (num_splits > 0) piece = (last - first + num_splits - 1) / num_splits;
-      piece = std::max<int64_t>(kPiece, (piece + kPiece - 1) / kPiece * kPiece);
-      const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
-      const int64_t splits = (last - start + piece - 1) / piece;
-      for (int64_t head = 0; head < kv_heads; head++) {
-        for (int64_t s = 0; s < splits; s++) {
-          const int64_t from = std::max(first, start + s * piece), to = std::min(last, start + (s + 1) * piece);
-          items.push_back({int32_t(r), int32_t(head), int32_t(row.q_first + done), int32_t(count), int32_t(position),
-                           int32_t(from), int32_t(to), int32_t(s), int32_t(splits), partials, counters,
-                           int32_t(std::min<int64_t>(cost_of(to - from, lanes), INT32_MAX))});
-        }
-        if (splits > 1) {
-          partials += splits * lanes;
-          counters++;
-        }
-      }
-    }
-  }
-  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  int64_t cost = 0;
-  for (const Item& item : items) cost += item.cost;
-  const int64_t padded = padded_dim(dim), num_items = items.size();
-  const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + 4 * counters + 4 * partials * (padded + 2);
-  Tensor made = at::empty({bytes / 4}, at::kInt);
-  Plan& plan = *(Plan*)made.data_ptr();
-  plan = {int32_t(num_items), counters, *(q_start.const_data_ptr<int32_t>() + rows.size()), int32_t(window), int32_t(isa),
-          float(scale), float(softcap), cost < kSerialCost ? 1 : int32_t(std::min(num_items, threads))};
-  std::copy(items.begin(), items.end(), plan.items());
-  std::fill_n(plan.arrived(), counters, 0);
+// q_start [R + 1], ctx_len [R] and blocks [R, M] int32; the others as How has them. Returns a Plan's memory.
+Tensor plan_step(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
+                 int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa,
+                 bool batch_invariant) {
+  const StepRows step{q_start.const_data_ptr<int32_t>(), ctx_len.const_data_ptr<int32_t>(), blocks.const_data_ptr<int32_t>(),
+                      ctx_len.numel(), blocks.stride(0)};
+  const How how{kv_heads, group, dim, block_size, float(scale), float(softcap), window, num_splits, cascade, isa,
+                at::get_num_threads(), batch_invariant};
+  Tensor made;
+  plan(step, how, [&](int64_t bytes) {
+    made = Tensor(at::detail::empty_cpu({bytes / 4}, at::kInt));
+    return made.data_ptr();
+  });
   return made;
 }
 
 // q and out [T, N, D]; kv as `write` fills it; blocks [R, M] int32. Tokens after those of the plan are padding: zero.
-void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out) {
+// lse [T, N] float32, where it is wanted.
+void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out,
+                const std::optional<Tensor>& lse) {
   TORCH_CHECK(q.stride(2) == 1 && out.stride(2) == 1 && (blocks.stride(1) == 1 || blocks.size(1) == 1),
               "flash: queries, outputs and block tables must be dense in their last dim");
   TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.size(2) <= kMaxDim, "flash: wrong outputs or head dim");
@@ -277,7 +197,8 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
   c.q_stride_t = q.stride(0), c.q_stride_n = q.stride(1);
   c.out_stride_t = out.stride(0), c.out_stride_n = out.stride(1);
   c.blocks_stride = blocks.stride(0);
-  c.partials = plan.partials(), c.arrived = plan.arrived();
+  if (lse) c.lse = lse->data_ptr<float>(), c.lse_stride_t = lse->stride(0);
+  c.shared = plan.shared(), c.partials = plan.partials(), c.arrived = plan.arrived();
   const Layout layout = layout_of(kv, q.size(2));
   c.type = type_of(q), c.kv_type = layout.type;
   c.num_kv_heads = layout.heads, c.group = q.size(1) / layout.heads, c.dim = q.size(2), c.padded_dim = layout.padded;
@@ -295,6 +216,18 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
   if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }
 
+void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tensor& made, const Tensor& out) {
+  attend_lse(q, kv, blocks, made, out, std::nullopt);
+}
+
+// What the items of a plan read, in keys of one KV head.
+int64_t keys_read(const Tensor& made) {
+  Plan& plan = *(Plan*)made.data_ptr();
+  int64_t keys = 0;
+  for (int i = 0; i < plan.num_items; i++) keys += plan.items()[i].key_last - plan.items()[i].key_first;
+  return keys;
+}
+
 }  // namespace
 }  // namespace flash
 
@@ -302,7 +235,11 @@ void attend(const Tensor& q, const Tensor& kv, const Tensor& blocks, const Tenso
 DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
-  m.def("plan(Tensor q_start, Tensor ctx_len, int kv_heads, int group, int dim, float scale, float softcap, int window,"
-        " int num_splits, int isa) -> Tensor", flash::plan);
+  m.def("plan(Tensor q_start, Tensor ctx_len, Tensor blocks, int kv_heads, int group, int dim, int block_size, float scale,"
+        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant) -> Tensor", flash::plan_step);
+  m.def("keys_read(Tensor plan) -> int", flash::keys_read);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
+  m.def("attend_lse(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out, Tensor(c!) lse) -> ()",
+        [](const at::Tensor& q, const at::Tensor& kv, const at::Tensor& blocks, const at::Tensor& made, const at::Tensor& out,
+           const at::Tensor& lse) { flash::attend_lse(q, kv, blocks, made, out, lse); });
 }

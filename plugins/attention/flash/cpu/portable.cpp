@@ -1,5 +1,9 @@
 // For any CPU: vectors of four floats in the compiler's own spelling.
 
+#include "flash.h"
+
+#if defined(FLASH_EVERY_ISA) || !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+
 #define FLASH_WIDTH 4
 #include "dot.h"
 #include "tile.h"
@@ -17,3 +21,7 @@ const Kernels* portable_kernels() {
 }
 
 }  // namespace flash
+
+#else
+const flash::Kernels* flash::portable_kernels() { return nullptr; }
+#endif

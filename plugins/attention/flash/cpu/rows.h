@@ -89,14 +89,19 @@ INLINE void write_row(void* to, const float* from, float factor, Type type, int 
   }
 }
 
-INLINE const void* query(const Call& c, const Item& item, int lane) {
-  const int64_t token = item.q_first + lane / c.group, head = item.kv_head * c.group + lane % c.group;
-  return (const char*)c.q + (token * c.q_stride_t + head * c.q_stride_n) * size_of(c.type);
+// The token of the step that a lane belongs to.
+INLINE int64_t token_of(const Call& c, const Item& item, int lane) {
+  const int64_t at = item.q_first + lane / c.group;
+  return item.is_shared ? c.shared[at].token : at;
 }
 
-INLINE void* output(const Call& c, const Item& item, int lane) {
-  const int64_t token = item.q_first + lane / c.group, head = item.kv_head * c.group + lane % c.group;
-  return (char*)c.out + (token * c.out_stride_t + head * c.out_stride_n) * size_of(c.type);
+INLINE int position_of(const Call& c, const Item& item, int lane) {
+  return item.is_shared ? item.position : item.position + lane / c.group;
+}
+
+INLINE const void* query(const Call& c, const Item& item, int lane) {
+  const int64_t token = token_of(c, item, lane), head = item.kv_head * c.group + lane % c.group;
+  return (const char*)c.q + (token * c.q_stride_t + head * c.q_stride_n) * size_of(c.type);
 }
 
 // The keys and values of up to kTile positions, in groups of 16.
@@ -265,36 +270,70 @@ struct Keys {
   }
 };
 
-// Where a lane's result goes: divided and out, or, of a split row, among the partials.
+// The result of one query vector: its values over the sum of their weights, and what the weights sum up to.
+INLINE void finish_lane(const Call& c, int64_t token, int64_t head, float maximum, float sum, const float* values) {
+  void* to = (char*)c.out + (token * c.out_stride_t + head * c.out_stride_n) * size_of(c.type);
+  write_row(to, values, 1.0f / sum, c.type, c.dim);
+  if (c.lse) c.lse[token * c.lse_stride_t + head] = (maximum + std::log2(sum)) * (1 / kLog2e);
+}
+
+INLINE float* part_of(const Call& c, const Item& item, int lane) {
+  int64_t part = item.partial + int64_t(item.split) * item.q_count * c.group + lane;
+  if (item.is_shared) {
+    const flash::SharedToken& of = c.shared[item.q_first + lane / c.group];
+    part = of.partial + (int64_t(item.kv_head) * of.splits + item.split) * of.lanes + lane % c.group;
+  }
+  return c.partials + part * (c.padded_dim + 2);
+}
+
+// Where a lane's result goes: out, or, of a split row, among the partials.
 INLINE void emit(const Call& c, const Item& item, int lane, float maximum, float sum, const float* values) {
-  if (item.num_splits == 1) return write_row(output(c, item, lane), values, 1.0f / sum, c.type, c.dim);
-  const int64_t lanes = item.q_count * c.group;
-  float* part = c.partials + (item.partial + item.split * lanes + lane) * (c.padded_dim + 2);
+  if (item.num_splits == 1) {
+    return finish_lane(c, token_of(c, item, lane), item.kv_head * c.group + lane % c.group, maximum, sum, values);
+  }
+  float* part = part_of(c, item, lane);
   part[0] = maximum;
   part[1] = sum;
   std::memcpy(part + 2, values, c.padded_dim * 4);
 }
 
-// To be called when all lanes are emitted: the last split to arrive merges all of them, in the order of the keys.
-INLINE void arrive(const Call& c, const Item& item, float* total) {
-  if (item.num_splits == 1) return;
-  int32_t* counter = c.arrived + item.counter;
-  if (__atomic_add_fetch(counter, 1, __ATOMIC_ACQ_REL) != item.num_splits) return;
-  *counter = 0;  // for the next layer
-  const int lanes = item.q_count * c.group;
+// Whether this was the last one of so many; the counter is ready for the next layer then.
+INLINE bool is_last(int32_t* counter, int count) {
+  if (__atomic_add_fetch(counter, 1, __ATOMIC_ACQ_REL) != count) return false;
+  *counter = 0;
+  return true;
+}
+
+// All parts of some lanes of a KV head, in the order of the keys. `first`: the first lane's part of split 0.
+INLINE void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits, float* total) {
   const int64_t stride = c.padded_dim + 2;
   for (int lane = 0; lane < lanes; lane++) {
-    const float* parts = c.partials + (item.partial + lane) * stride;
+    const float* parts = c.partials + (first + lane) * stride;
     float maximum = kLowest, sum = 0;
-    for (int s = 0; s < item.num_splits; s++) maximum = std::max(maximum, parts[s * lanes * stride]);
+    for (int s = 0; s < splits; s++) maximum = std::max(maximum, parts[s * lanes * stride]);
     std::memset(total, 0, c.padded_dim * 4);
-    for (int s = 0; s < item.num_splits; s++) {
+    for (int s = 0; s < splits; s++) {
       const float* part = parts + s * lanes * stride;
       const float weight = exp2v<false>(fill(part[0] - maximum))[0];
       sum += weight * part[1];
       for (int d = 0; d < c.padded_dim; d += W) store(total + d, load(total + d) + load(part + 2 + d) * weight);
     }
-    write_row(output(c, item, lane), total, 1.0f / sum, c.type, c.dim);
+    finish_lane(c, token + lane / c.group, kv_head * c.group + lane % c.group, maximum, sum, total);
+  }
+}
+
+// To be called when all lanes are emitted: the last split of a unit to arrive merges all of them.
+INLINE void arrive(const Call& c, const Item& item, float* total) {
+  if (item.num_splits == 1) return;
+  if (!item.is_shared) {
+    if (!is_last(c.arrived + item.counter, item.num_splits)) return;
+    return merge(c, item.q_first, item.kv_head, item.partial, item.q_count * c.group, item.num_splits, total);
+  }
+  for (int at = item.q_first; at < item.q_first + item.q_count; at += c.shared[at].lanes / c.group) {
+    const flash::SharedToken& unit = c.shared[at];
+    if (!is_last(c.arrived + unit.counter + item.kv_head, unit.splits)) continue;
+    const int64_t first = unit.partial + int64_t(item.kv_head) * unit.splits * unit.lanes;
+    merge(c, unit.token, item.kv_head, first, unit.lanes, unit.splits, total);
   }
 }
 

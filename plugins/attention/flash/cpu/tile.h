@@ -95,7 +95,7 @@ struct Tiles {
     std::memset(sum, 0, lane_groups * L * 4);
     std::memset(begun, 0, lane_groups);
     std::fill_n(maximum, lane_groups * L, kLowest);
-    for (int lane = 0; lane < lane_groups * L; lane++) position[lane] = item.position + lane / c.group;
+    for (int lane = 0; lane < lane_groups * L; lane++) position[lane] = position_of(c, item, lane);
     next_start = keys.first() - kTile;
     next_group = lane_groups;
   }

@@ -1,0 +1,95 @@
+"""Which proposer is worth it for which prompts: tokens per step and speed against no speculation, by category.
+
+    python -m experiments.spec_methods [--spec-bench FILE] [--methods none ngram suffix ...] [--per-category 4]
+
+One request at a time; on every prompt all methods take turns, so that a change of the machine's speed meets all of them. A
+method is a proposer's name, with overrides after a colon: "ngram:spec.num_drafts=8;draft_length=fixed".
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+from experiments.speculation.engines import Tally, engines, markdown
+from experiments.speculation.plot import lines
+from experiments.speculation.sets import read_sets
+from lab import SamplingParams
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--spec-bench", help="question.jsonl of Spec-Bench; without it, the sets that come with the study")
+    parser.add_argument(
+        "--methods", nargs="+", default=["none", "ngram", "suffix"], help="the first one is what others are held against"
+    )
+    parser.add_argument("--per-category", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, by its CPU time: for a busy machine")
+    parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
+    parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
+    given = parser.parse_args()
+    params = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, seed=0)
+    sets = read_sets(given.spec_bench, given.per_category)
+    with engines(given.methods, given.override, given.model, cpu_time=given.cpu_time) as found:
+        base = next(iter(found))
+        tallies = {category: {name: Tally() for name in found} for category in sets}
+        ratios = defaultdict(list)
+        warm = SamplingParams(temperature=given.temperature, max_tokens=8, seed=0)
+        for llm in found.values():
+            llm.generate(next(iter(sets.values()))[0], warm)
+        for category, prompts in sets.items():
+            for number, prompt in enumerate(prompts):
+                speeds = {}
+                names = list(found)
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    own = Tally()
+                    output = found[name].generate(prompt, params)[0]
+                    own.add(output)
+                    tallies[category][name].add(output)
+                    speeds[name] = own.speed
+                for name, speed in speeds.items():
+                    if speeds[base] and speed:
+                        ratios[category, name].append(speed / speeds[base])
+            print(f"{category}: done", flush=True)
+    report(tallies, ratios, base, given.out)
+
+
+def report(tallies: dict, ratios: dict, base: str, out: Path) -> None:
+    names = list(next(iter(tallies.values())))
+    others = [name for name in names if name != base]
+    rows, results = [], []
+    for category, its in tallies.items():
+        cells = [category, f"{its[base].speed:.1f}"]
+        for name in others:
+            tally, found = its[name], ratios[category, name]
+            accepted = tally.drafts.metrics() or {"acceptance_rate": 0.0, "mean_accepted_length": 1.0}
+            per_step = tally.tokens / max(tally.steps, 1)
+            middle = median(found) if found else float("nan")
+            cells.append(f"{middle:.2f} ({per_step:.2f}, {accepted['acceptance_rate']:.0%})")
+            results.append(
+                {
+                    "category": category,
+                    "method": name,
+                    "ratio": middle,
+                    "ratios": found,
+                    "tokens_per_step": per_step,
+                    **accepted,
+                }
+            )
+        rows.append(cells)
+    header = ["category", f"{base}, tok/s", *(f"{name}: ratio (tokens/step, accepted)" for name in others)]
+    print("\n" + markdown(header, rows))
+    numbered = {name: [(i, r["ratio"]) for i, r in enumerate(x for x in results if x["method"] == name)] for name in others}
+    title = "speed against no speculation; categories: " + ", ".join(f"{i} {c}" for i, c in enumerate(tallies))
+    (out / "plot.svg").write_text(lines(title, "category", numbered, level=1.0), encoding="utf-8")
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What drafts came to: the `spec` section of metrics.json. Torch-free.
+
+The expected speed-up is that of Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
+(2023): with a draft accepted with probability alpha when those before it were, gamma drafts bring (1 - alpha^(gamma + 1)) /
+(1 - alpha) tokens a verification. What a verification costs is not taken to be one plain step, it is measured.
+"""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.metrics.summary import distribution
+
+
+def expected_tokens(alpha: float, gamma: float) -> float:
+    """Tokens of one verification of `gamma` drafts, the one that follows them included."""
+    return 1.0 + gamma if alpha >= 1.0 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Adds up what became of drafts: one `add` per row that had drafts to verify."""
+
+    num_drafts: int = 0  # rows that brought drafts
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    num_refused: int = 0  # rows with a draft that was refused
+    offered: Counter[int] = field(default_factory=Counter)  # position -> drafts that reached it
+    accepted: Counter[int] = field(default_factory=Counter)  # position -> drafts accepted there
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        if not num_drafts:
+            return
+        self.num_drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        self.num_refused += num_accepted < num_drafts
+        self.offered.update(range(num_drafts))
+        self.accepted.update(range(num_accepted))
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """One line of requests.jsonl. Drafts after the token that ended the request count neither way."""
+        steps = zip(line["tokens_per_step"], line["drafts_per_step"], line["accepted_per_step"], strict=True)
+        for num_tokens, num_drafts, num_accepted in steps:
+            self.add(num_drafts if num_tokens > num_accepted else num_accepted, num_accepted)
+
+    @property
+    def alpha(self) -> float:
+        """The probability that a draft is accepted when those before it were, as if it were the same at every position."""
+        return self.accepted_tokens / (self.accepted_tokens + self.num_refused)
+
+    def metrics(self) -> dict[str, Any] | None:
+        """None without drafts. `mean_accepted_length` counts the token that follows the drafts."""
+        if not self.num_drafts:
+            return None
+        return {
+            "num_drafts": self.num_drafts,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.accepted_tokens / self.draft_tokens,
+            "acceptance_per_position": [self.accepted[i] / self.offered[i] for i in sorted(self.offered)],
+            "mean_accepted_length": 1 + self.accepted_tokens / self.num_drafts,
+            "alpha": self.alpha,
+            "gamma": self.draft_tokens / self.num_drafts,
+        }
+
+
+@dataclass(slots=True)
+class CategoryTotals:
+    """The requests of one category."""
+
+    drafts: DraftTotals = field(default_factory=DraftTotals)
+    num_requests: int = 0
+    later_tokens: int = 0  # after each request's first step
+    later_steps: int = 0
+    later_ms: float = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.num_requests += 1
+        self.drafts.add_line(line)
+        self.later_tokens += sum(line["tokens_per_step"][1:])
+        self.later_steps += len(line["tokens_per_step"][1:])
+        self.later_ms += sum(line["itl_ms"])
+
+    def metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_requests": self.num_requests}
+        if self.later_tokens:
+            found["tokens_per_step"] = self.later_tokens / self.later_steps
+            found["ms_per_token"] = self.later_ms / self.later_tokens
+        return found | (self.drafts.metrics() or {})
+
+
+@dataclass(slots=True)
+class RequestDrafts:
+    """Adds up the lines of requests.jsonl: all of them, by category, and what single requests came to."""
+
+    all: DraftTotals = field(default_factory=DraftTotals)
+    categories: dict[str, CategoryTotals] = field(default_factory=lambda: defaultdict(CategoryTotals))
+    acceptance_rates: array = field(default_factory=lambda: array("d"))
+    mean_lengths: array = field(default_factory=lambda: array("d"))
+
+    def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        for line in lines:
+            if line["error"]:
+                continue
+            its = DraftTotals()
+            its.add_line(line)
+            self.all.add_line(line)
+            if its.num_drafts:
+                self.acceptance_rates.append(its.accepted_tokens / its.draft_tokens)
+                self.mean_lengths.append(1 + its.accepted_tokens / its.num_drafts)
+            if line.get("category") is not None:
+                self.categories[line["category"]].add(line)
+
+    def metrics(self) -> dict[str, Any] | None:
+        """The part of the `spec` section that requests tell; None when no drafts were verified."""
+        found = self.all.metrics()
+        if found is None:
+            return None
+        found["per_request"] = {
+            "acceptance_rate": distribution(self.acceptance_rates),
+            "mean_accepted_length": distribution(self.mean_lengths),
+        }
+        return found
+
+    def category_metrics(self) -> dict[str, Any]:
+        """Of each category; empty when requests have none."""
+        return {name: totals.metrics() for name, totals in sorted(self.categories.items())}
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Decode steps of one number of requests, without drafts or with them."""
+
+    count: int = 0
+    ms: float = 0.0  # proposing not counted
+    draft_ms: float = 0.0
+    num_drafting: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(slots=True)
+class SpecTimes:
+    """Adds up the lines of steps.jsonl: where the time of speculation goes, and what it brings.
+
+    Steps with drafts are compared with those without, of as many requests, that the same run had between them.
+    """
+
+    ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    plain: dict[int, _Steps] = field(default_factory=lambda: defaultdict(_Steps))
+    drafting: dict[int, _Steps] = field(default_factory=lambda: defaultdict(_Steps))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        own_ms = line["ms"] - line["draft_ms"]
+        self.ms += line["ms"]
+        self.draft_ms += line["draft_ms"]
+        self.verify_ms += own_ms if line["num_drafts"] else 0.0
+        if line["num_tokens"] == line["num_requests"] + line["num_drafts"]:
+            steps = (self.drafting if line["num_drafts"] else self.plain)[line["num_requests"]]
+            steps.count += 1
+            steps.ms += own_ms
+            steps.draft_ms += line["draft_ms"]
+            steps.num_drafting += line["num_drafting"]
+            steps.num_drafts += line["num_drafts"]
+            steps.num_accepted += line["num_accepted"]
+
+    def metrics(self, alpha: float) -> dict[str, Any]:
+        """Shares of the execution time, and, where there were plain steps to compare with, the speed-up of decoding."""
+        shares = {
+            "draft_ms_share": self.draft_ms / self.ms if self.ms else 0.0,
+            "verify_ms_share": self.verify_ms / self.ms if self.ms else 0.0,
+        }
+        both = [num for num, steps in self.drafting.items() if self.plain[num].count and steps.count]
+        if not both:
+            return shares
+        plain_ms = expected = measured = num_plain = 0.0
+        ms = draft_ms = 0.0
+        for num in both:
+            steps, plain = self.drafting[num], self.plain[num]
+            each_ms = plain.ms / plain.count
+            num_plain += plain.count
+            plain_ms += steps.count * each_ms
+            ms += steps.ms
+            draft_ms += steps.draft_ms
+            more = steps.num_drafting * (expected_tokens(alpha, steps.num_drafts / steps.num_drafting) - 1)
+            expected += (steps.count + more / num) * each_ms  # the time that plain steps take for as many tokens
+            measured += (steps.count + steps.num_accepted / num) * each_ms
+        speedup = {
+            "expected": expected / (ms + draft_ms),
+            "measured": measured / (ms + draft_ms),
+            "verify_cost": ms / plain_ms,  # of a step with drafts, in plain steps
+            "draft_cost": draft_ms / plain_ms,
+            "num_plain_steps": int(num_plain),
+        }
+        return {**shares, "speedup": speedup}

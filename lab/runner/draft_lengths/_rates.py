@@ -1,0 +1,56 @@
+"""How often drafts are accepted, request by request."""
+
+import numpy as np
+
+from lab.api import Verified
+
+FIRST_GUESS = 0.8  # of a run that has seen nothing: high, so that drafts are tried
+GUESS_WEIGHT = 1.0  # drafts that the guess about a new request counts for
+
+
+class AcceptanceRates:
+    """The probability that a draft is accepted when those before it were, of each row's request.
+
+    What was seen last counts most: a text may go over from prose to quotation. A new request is supposed to be like those
+    before it.
+
+    Args:
+        decay: what an observation keeps of its weight when the next comes.
+    """
+
+    def __init__(self, max_rows: int, decay: float) -> None:
+        self._decay = decay
+        self._accepted_R = np.zeros(max_rows)
+        self._refused_R = np.zeros(max_rows)
+        self._all_accepted = FIRST_GUESS * GUESS_WEIGHT
+        self._all_refused = (1 - FIRST_GUESS) * GUESS_WEIGHT
+
+    def start(self, row: int) -> None:
+        guess = self._all_accepted / (self._all_accepted + self._all_refused)
+        self._accepted_R[row] = guess * GUESS_WEIGHT
+        self._refused_R[row] = (1 - guess) * GUESS_WEIGHT
+
+    def observe(self, step: Verified) -> None:
+        seen_R = step.offered_R > 0
+        rows_R, accepted_R = step.rows_R[seen_R], step.accepted_R[seen_R]
+        refused_R = accepted_R < step.offered_R[seen_R]  # the drafts after a refused one say nothing
+        self._accepted_R[rows_R] = self._accepted_R[rows_R] * self._decay + accepted_R
+        self._refused_R[rows_R] = self._refused_R[rows_R] * self._decay + refused_R
+        keep = 1 - (1 - self._decay) / len(self._accepted_R)
+        self._all_accepted = self._all_accepted * keep ** len(rows_R) + float(accepted_R.sum())
+        self._all_refused = self._all_refused * keep ** len(rows_R) + float(refused_R.sum())
+
+    def __getitem__(self, rows_R: np.ndarray) -> np.ndarray:
+        """Of each row, above 0 and below 1."""
+        return (self._accepted_R[rows_R] + 0.01) / (self._accepted_R[rows_R] + self._refused_R[rows_R] + 0.02)
+
+
+class Turns:
+    """Whose turn it is to be tried dry: each row every so many steps, not all of them in one."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def next(self, rows_R: np.ndarray, every: int) -> np.ndarray:
+        self._num_steps += 1
+        return (rows_R + self._num_steps) % every == 0

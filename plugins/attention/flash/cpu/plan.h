@@ -1,0 +1,46 @@
+// A step cut into work items: see plan.cpp.
+
+#pragma once
+
+#include <functional>
+
+#include "flash.h"
+
+namespace flash {
+
+// A plan is one buffer of 32 bit words: this, the items, the shared tokens, counters of splits that are done, the partials.
+struct Plan {
+  int32_t num_items, num_shared, num_counters, num_tokens, window, isa;
+  float scale, softcap;
+  int32_t threads;
+
+  Item* items() { return (Item*)(this + 1); }
+  SharedToken* shared() { return (SharedToken*)(items() + num_items); }
+  int32_t* arrived() { return (int32_t*)(shared() + num_shared); }
+  float* partials() { return (float*)(arrived() + num_counters); }
+};
+
+inline int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
+
+constexpr int64_t kCascadeAuto = -1, kCascadeNever = 0;
+
+// The rows of a step: q_start [R + 1], ctx_len [R], blocks [R, blocks_stride].
+struct StepRows {
+  const int32_t *q_start, *ctx_len, *blocks;
+  int64_t num_rows, blocks_stride;
+};
+
+// num_splits: what the keys of a row are cut into, 0: as the threads need. cascade: keys that rows share are attended to once for
+// all of them where it pays, never, or where they are so many. batch_invariant: each token is an item of its own, cut where its
+// position says, so that it gets the same bits in any step.
+struct How {
+  int64_t kv_heads, group, dim, block_size;
+  float scale, softcap;
+  int64_t window, num_splits, cascade, isa, threads;
+  bool batch_invariant;
+};
+
+// Cuts a step into items, the dearest first, in memory of so many bytes as it asks for.
+void plan(const StepRows& step, const How& how, const std::function<void*(int64_t)>& allocate);
+
+}  // namespace flash

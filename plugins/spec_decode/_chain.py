@@ -1,0 +1,76 @@
+"""What proposers with a model of their own share: choosing each next draft, greedily or by drawing it."""
+
+import numpy as np
+import torch
+
+from lab.api import Draft, ProposeView
+
+
+class Choice:
+    """The drafts of one `propose`, place by place. Rows that sample draw from the draft model at the request's temperature.
+
+    Args:
+        draws: whether rows that sample draw their drafts; else all rows take the most likely ones, one-hot.
+        draft_ids: the target's ids of the draft model's own, None where they are the same.
+    """
+
+    def __init__(
+        self, view: ProposeView, num: int, vocab_size: int, device: torch.device, draws: bool, draft_ids: torch.Tensor | None
+    ) -> None:
+        self.num = num
+        self._view = view
+        self._draft_ids = draft_ids
+        temperatures_R = view.temperatures_R if draws else None
+        self._drawn = np.flatnonzero(temperatures_R) if temperatures_R is not None else np.empty(0, np.int64)
+        self._ids: list[torch.Tensor] = []
+        self._probs_RSV = None
+        if len(self._drawn):
+            rows = len(view.rows_R)
+            self._probs_RSV = torch.zeros(rows, num, vocab_size, device=device)
+            self._drawn_X = torch.from_numpy(self._drawn).to(device)
+            temperatures = torch.from_numpy(temperatures_R[self._drawn]).to(device)
+            self._temperatures_X1 = temperatures.float().unsqueeze(1)
+
+    @property
+    def needs_logits(self) -> bool:
+        return len(self._drawn) > 0
+
+    def take_greedy(self, ids_R: torch.Tensor) -> torch.Tensor:
+        """The next drafts are the target's ids_R. Returns them."""
+        self._ids.append(ids_R)
+        return ids_R
+
+    def take(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Choose the next draft of each row by the draft model's logits. Returns the target's ids_R."""
+        place = len(self._ids)
+        ids_R = logits_RV.argmax(-1)
+        probs_XV = (logits_RV[self._drawn_X] / self._temperatures_X1).softmax(-1)
+        uniforms_X = torch.from_numpy(self._view.uniforms_RS[self._drawn, place]).to(probs_XV.device)
+        ids_R[self._drawn_X] = _drawn(probs_XV, uniforms_X)
+        target_R = ids_R if self._draft_ids is None else self._draft_ids[ids_R]
+        self._probs_RSV[torch.arange(len(ids_R)), place, target_R] = 1.0
+        of_drawn_XV = torch.zeros(len(probs_XV), self._probs_RSV.shape[2], device=probs_XV.device)
+        if self._draft_ids is None:
+            of_drawn_XV[:, : probs_XV.shape[1]] = probs_XV
+        else:
+            of_drawn_XV[:, self._draft_ids] = probs_XV
+        self._probs_RSV[self._drawn_X, place] = of_drawn_XV
+        return self.take_greedy(target_R)
+
+    def draft(self) -> Draft:
+        """All of it, each row cut at its limit."""
+        limits = self._view.limits_R.tolist()
+        if not self._ids:
+            return Draft([[] for _ in limits])
+        ids_RS = torch.stack(self._ids, 1).tolist()
+        token_ids = [ids[: min(limit, self.num)] for ids, limit in zip(ids_RS, limits, strict=True)]
+        return Draft(token_ids, self._probs_RSV)
+
+
+def _drawn(probs_XV: torch.Tensor, uniforms_X: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulated probability passes the uniform; one of probability zero is never drawn."""
+    cumulated_XV = probs_XV.double().cumsum(-1)
+    wanted_X1 = (uniforms_X * cumulated_XV[:, -1]).unsqueeze(1)
+    ids_X = torch.searchsorted(cumulated_XV, wanted_X1, right=True).squeeze(1)
+    last_X = cumulated_XV.shape[1] - 1 - (probs_XV > 0).flip(-1).to(torch.int8).argmax(-1)
+    return torch.minimum(ids_X, last_X)

@@ -1,0 +1,105 @@
+"""EAGLE: a draft head of one decoder layer goes on from the target's own hidden states.
+
+EAGLE-1 and EAGLE-2 heads (chains of drafts) and EAGLE-3 heads, in their published formats. The head's entry j, made of hidden
+state j and token j + 1, lies in slot j of its layer's cache. After each step the head runs once over the tokens of the step,
+prompts included, with the true hidden states; then it drafts by itself, one token after another. What it stored on its own
+account is made anew once the tokens are verified.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
+
+from ._chain import Choice
+
+HEADS = Path(__file__).parent / "heads"
+SHIPPED = {"smollm2": ("smollm2-eagle3", "eagle3")}  # by model.path: the head's folder and format
+
+
+@register("spec", "eagle")
+class Eagle(Proposer):
+    """Drafts by a small head on the target's hidden states (EAGLE-1, 2 and 3)."""
+
+    capabilities = Capabilities(devices={"cpu", "cuda"})
+    observes = True
+    lookahead = 1
+
+    @dataclass(frozen=True)
+    class Options:
+        head: str | None = None  # folder of the head; null: the one that comes with lab, for smollm2
+        format: Literal["eagle3", "eagle1"] = "eagle3"  # of the folder; eagle1: EAGLE-1 and EAGLE-2
+        num_drafts: int = 4  # tokens proposed for a row and step
+        draw: bool = True  # for requests that sample: draw drafts from the head's distribution; false: its most likely tokens
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        if options.num_drafts < 1:
+            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        self.num_drafts = options.num_drafts
+        self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if self.num_drafts >= target.max_model_len:
+            raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
+        folder, kind = self._find(target)
+        self._head = target.load_head(folder, kind)
+        self.attention_layers = self._head.attention_layers
+        self.aux_layers = self._head.aux_layers
+
+    def observe(self, step: StepView) -> None:
+        batch = step.batch
+        q_start_R1 = batch.q_start_R1_cpu
+        count_R = np.diff(q_start_R1)
+        num_tokens = int(q_start_R1[-1])
+        position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
+        next_ids_T = np.zeros(batch.num_tokens, np.int32)
+        next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
+        last_R = q_start_R1[:-1] + step.num_kept_R - 1
+        states_TD = self._head.states(step.hidden_TD, step.aux_ATD)
+        embeds_TD = self.target.embed(torch.from_numpy(next_ids_T).to(self.target.device))
+        with self.cache.running(batch):
+            out_TD = self._head(states_TD, embeds_TD, batch.positions_T)
+        self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
+        self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
+
+    def propose(self, view: ProposeView) -> Draft:
+        num = min(self.num_drafts, int(view.limits_R.max(initial=0)))
+        choice = Choice(view, num, self.target.config.vocab_size, self.target.device, self.options.draw, self._head.draft_ids)
+        if num == 0:
+            return choice.draft()
+        places = [self._place_of[row] for row in view.rows_R.tolist()]
+        hidden_RD = self._last_RD if len(places) == len(self._last_RD) else self._last_RD[places]
+        ids_R = self._next(choice, hidden_RD)
+        for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
+            with self.cache.running(batch):
+                hidden_RD = self._head(hidden_RD, self.target.embed(ids_R), batch.positions_T)
+            ids_R = self._next(choice, hidden_RD)
+        return choice.draft()
+
+    def _next(self, choice: Choice, hidden_RD: torch.Tensor) -> torch.Tensor:
+        if choice.needs_logits:
+            return choice.take(self._head.logits(hidden_RD))
+        return choice.take_greedy(self._head.greedy(hidden_RD))
+
+    def _find(self, target: Target) -> tuple[Path, str]:
+        """The head's folder and format."""
+        if self.options.head is not None:
+            folder = Path(self.options.head).expanduser()
+            if not folder.is_dir():
+                raise UserError(f"spec.head={self.options.head}: there is no such folder.")
+            return folder, self.options.format
+        if target.name not in SHIPPED:
+            guess = nearest(target.name, SHIPPED)
+            hint = f" Did you mean model={guess}?" if guess else ""
+            raise UserError(
+                f"lab brings no draft head for '{target.name}', only for {', '.join(SHIPPED)}.{hint} "
+                "Name one with spec.head=FOLDER; `lab train-draft` makes one."
+            )
+        folder, kind = SHIPPED[target.name]
+        return HEADS / folder, kind

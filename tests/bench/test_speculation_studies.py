@@ -1,0 +1,61 @@
+"""What the studies of speculation share: prompts that are the same everywhere, methods as the command line has them, plots."""
+
+import json
+from xml.etree import ElementTree
+
+from experiments.speculation.copies import prompts
+from experiments.speculation.engines import Tally, parse
+from experiments.speculation.plot import lines
+from experiments.speculation.sets import read_sets
+from lab.bench.workloads.prompts import read_prompts
+from lab.engine.request_output import CompletionOutput, RequestOutput
+from lab.metrics.timeline import Timeline
+
+
+def test_copies_are_seeded_and_a_workload_file(tmp_path):
+    found = prompts(9, seed=3)
+    assert found == prompts(9, seed=3) != prompts(9, seed=4)
+    assert [line["category"] for line in found[:3]] == ["copy: code", "copy: quotes", "copy: lists"]
+    path = tmp_path / "copies.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in found))
+    assert [item.category for item in read_prompts(path)] == [line["category"] for line in found]
+
+
+def test_sets_are_by_category(tmp_path):
+    bench = tmp_path / "question.jsonl"
+    rows = [{"question_id": i, "category": "writing", "turns": [f"Turn {i}", "again"]} for i in range(5)]
+    bench.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_sets(str(bench), 2)
+    assert {name: len(of_category) for name, of_category in found.items()} == {
+        "writing": 2,
+        "copy: code": 2,
+        "copy: quotes": 2,
+        "copy: lists": 2,
+        "free text": 2,
+    }
+    assert found["writing"][1] == {"messages": [{"role": "user", "content": "Turn 1"}]}
+    assert "writing" not in read_sets(None, 2)
+
+
+def test_a_method_is_a_name_with_overrides():
+    assert parse("ngram") == ("ngram", ["+spec=ngram"])
+    assert parse("ngram:spec.num_drafts=8;draft_length=fixed")[1] == ["+spec=ngram", "spec.num_drafts=8", "draft_length=fixed"]
+
+
+def test_a_tally_counts_what_came_after_the_first_step():
+    timeline = Timeline(0.0)
+    for now, counts in ((1.0, (1, 0, 0)), (1.5, (3, 2, 4)), (2.0, (1, 0, 0))):
+        timeline.add_tokens(now, *counts)
+    output = CompletionOutput(0, "", [1] * 5, None, None, "length", None, timeline, 0)
+    tally = Tally()
+    tally.add(RequestOutput("0", None, [1], 0, None, [output], True, None))
+    assert (tally.tokens, tally.steps, tally.seconds, tally.speed) == (4, 2, 1.0, 4.0)
+    assert (tally.drafts.draft_tokens, tally.drafts.accepted_tokens) == (4, 2)
+
+
+def test_a_plot_is_well_formed_and_holds_every_series():
+    text = lines("a < b", "batch", {"one & two": [(1, 1.0), (8, 0.5)], "flat": [(1, 0.0), (8, 0.0)]}, log_x=True, level=1.0)
+    tree = ElementTree.fromstring(text)
+    texts = [node.text for node in tree.iter() if node.tag.endswith("text")]
+    assert {"a < b", "batch", "one & two", "flat", "1", "8"} <= set(texts)
+    assert sum(node.tag.endswith("polyline") for node in tree.iter()) == 2
