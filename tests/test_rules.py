@@ -295,7 +295,7 @@ def at(*parts: str) -> str:
 
 
 PYTHON_RULES: dict[Rule, tuple[str, str]] = {  # rule: a file that breaks it
-    is_too_large: ("lab/a.py", "def f():\n" + "    pass\n" * FUNCTION_LINES),
+    is_too_large: ("lab/a.py", "def f():\n" + "    pass\n" * (FUNCTION_LINES + 1)),
     imports_against_the_layers: ("lab/kv/a.py", "def f():\n    from lab.engine import engine\n"),
     imports_hydra: ("lab/engine/a.py", "from omegaconf import DictConfig\n"),
     plugin_reaches_into_the_core: ("plugins/attention/a.py", "from lab.kv.blocks import BlockManager\n"),
