@@ -6,13 +6,14 @@ Exit codes: 0 done; 2 a mistake the user can mend, one message on stderr; 1 a fa
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from lab.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code. A fault of ours passes through as its exception."""
+    """Run one verb and return the exit code. A fault of ours passes through as its exception, one of a plugin is named."""
     from lab.cli.arguments import parse
     from lab.cli.verbs import VERBS, overview
 
@@ -38,6 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:  # noqa: BLE001 - raised again unless a plugin is to blame
+        from lab.registry import to_blame
+
+        plugin = to_blame(error)
+        if plugin is None:
+            raise
+        traceback.print_exception(error)
+        what = f"{type(error).__name__}: {error}"
+        print(f"lab: {plugin.kind} plugin '{plugin.name}' ({plugin.path}) failed, see above: {what}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

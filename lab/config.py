@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -331,17 +332,17 @@ def _our_words() -> Iterator[None]:
 def check_name(name: str) -> None:
     """Refuse a dotted name that is no setting. Options of plugins are left to the plugin's own declaration."""
     parts = re.split(r"[@]", name)[0].split(".")
-    if parts[0].split("/")[0] == "hydra" or name == EXPERIMENT:
+    if parts[0].split("/")[0] == "hydra" and len(parts) == 1 or name == EXPERIMENT:
         return
-    where, cls = "", Settings
-    for i, part in enumerate(parts):
+    where, cls = ("hydra.", HydraConf) if parts[0] == "hydra" else ("", Settings)
+    for i, part in enumerate(parts[1:] if where else parts, len(where) > 0):
         fields = typing.get_type_hints(cls)
         if part not in fields:
             available = [f"{where}{field}" for field in fields] + ([EXPERIMENT] if cls is Settings else [])
             raise no_setting(f"{where}{part}", available)
         where += part + "."
         cls = fields[part]
-        if cls is PluginChoice or typing.get_origin(cls) is dict:
+        if cls is PluginChoice or cls is Any or typing.get_origin(cls) is dict:
             return
         if not dataclasses.is_dataclass(cls) and i + 1 < len(parts):
             raise UserError(f"no setting '{name}': {where[:-1]} is a single value.")

@@ -77,6 +77,23 @@ def read_plugins(path: Path, contracts: set[str]) -> list[Found]:
     return found
 
 
+def imports_beyond_api(path: Path) -> list[str]:
+    """The parts of lab other than lab.api that a file imports, those for type checkers alone left out."""
+    found: dict[str, None] = {}
+    queue: list[ast.AST] = [ast.parse(path.read_bytes())]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            queue += node.orelse
+            continue
+        queue += ast.iter_child_nodes(node)
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"lab.{alias.name}" for alias in node.names] if node.module == "lab" else [node.module or ""]
+        found |= dict.fromkeys(name for name in names if name.split(".")[0] == "lab" and name != "lab.api")
+    return sorted(found)
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """The comments beside the fields of an imported dataclass and of those it derives from."""
     docs: dict[str, str] = {}

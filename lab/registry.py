@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from lab.capabilities import Capabilities
 from lab.errors import UserError, nearest, unknown
-from lab.plugin_source import Found, NoOptions, field_docs, first_line, read_plugins
+from lab.plugin_source import Found, NoOptions, field_docs, first_line, imports_beyond_api, read_plugins
 from lab.typed import from_plain
 
 FOLDER_OF_KIND = {"attention": "attention", "spec": "spec_decode", "quant": "quant", "moe": "moe"}
@@ -149,6 +149,13 @@ class Entry:
         return from_plain(self.options, given, OPTIONS_OF.get(self.kind, self.kind))
 
 
+def to_blame(error: BaseException) -> Entry | None:
+    """The plugin of the user's in whose file an exception was raised, or what it called raised it; None when it was none."""
+    files = [Path(frame.filename).resolve() for frame in traceback.extract_tb(error.__traceback__)]
+    of_file = {entry.path.resolve(): entry for entry in _entries.values() if entry.path and entry.source != "built-in"}
+    return next((of_file[file] for file in reversed(files) if file in of_file), None)
+
+
 _entries: dict[tuple[str, str], Entry] = {}
 _seen_roots: set[Path] = set()
 _user_roots: list[Path] = []
@@ -263,6 +270,10 @@ def _scan(root: Path, package: str, source: str) -> None:
         for found in read_plugins(path, set(CONTRACTS.values())):
             if found.broken:
                 _unparsed[path] = found.broken
+            elif source != "built-in" and (beyond := imports_beyond_api(path)):
+                found = dataclasses.replace(
+                    found, broken=f"it imports {', '.join(beyond)}: a plugin imports lab.api alone of lab."
+                )
             if not found.name:
                 continue
             _check_label(found.kind, found.name, str(path))

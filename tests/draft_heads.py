@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-KINDS = ("eagle", "eagle3")
+KINDS = ("eagle1", "eagle3")
 
 
 def hand_made(folder: Path, target: Path, keeps: str) -> Path:
@@ -16,7 +16,7 @@ def hand_made(folder: Path, target: Path, keeps: str) -> Path:
     Over COUNT the first is always right, and the second proposes the token that is there already.
     """
     config = json.loads((target / "config.json").read_text())
-    weights = _weights("eagle", config, torch.Generator().manual_seed(0))
+    weights = _weights("eagle1", config, torch.Generator().manual_seed(0))
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.zero_()

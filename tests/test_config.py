@@ -154,6 +154,8 @@ class TestMistakes:
         [
             (["cache.block_sise=8"], "no setting 'cache.block_sise'. Did you mean 'cache.block_size'?"),
             (["+cache.block_sise=8"], "no setting 'cache.block_sise'. Did you mean 'cache.block_size'?"),
+            (["hydra.run.dri=x"], "no setting 'hydra.run.dri'. Did you mean 'hydra.run.dir'?"),
+            (["hydra.swep.dir=x"], "no setting 'hydra.swep'. Did you mean 'hydra.sweep'?"),
             (["+atention=x"], "no setting 'atention'. Did you mean 'attention'?"),
             (["++sceduler.policy=x"], "no setting 'sceduler'. Did you mean 'scheduler'?"),
             (["tracking.wandb.foo=1"], "no setting 'tracking.wandb.foo'.\nAvailable: tracking.wandb.mode"),
@@ -200,7 +202,7 @@ class TestMistakes:
                 "cannot read 'sampling.stop=\N{PARTY POPPER}'.\nA value with spaces or special",
             ),
             (["sampling.stop=[a"], "cannot read 'sampling.stop=[a':"),
-            (["hydra.run.dr=x"], "the settings cannot be composed: Could not override 'hydra.run.dr'."),
+            (["hydra.run.dr=x"], "no setting 'hydra.run.dr'. Did you mean 'hydra.run.dir'?"),
         ],
     )
     def test_each_is_one_message_in_our_words(self, overrides, message):

@@ -318,3 +318,18 @@ class TestShadowing:
         self.theirs(tmp_path)
         code = f"import sys\nsys.path.insert(0, '')\nimport plugins\n{self.CODE}\nprint(plugins.WHOSE)"
         assert in_child(code, cwd=tmp_path).split() == ["lab_plugins.spec_decode.none", "theirs"]
+
+
+def test_a_plugin_imports_nothing_of_lab_but_its_api(own_registry, tmp_path):
+    text = plugin_files.policy(tmp_path, "fine").read_text()
+    allowed = "import typing\nfrom lab import api\nif typing.TYPE_CHECKING:\n    from lab.types import Request\n"
+    (tmp_path / "fine.py").write_text(allowed + text)
+    greedy = "def late():\n    from lab.engine.engine import Engine\n    import lab.kv\n"
+    (tmp_path / "greedy.py").write_text(text.replace('"fine"', '"greedy"') + greedy)
+    own_registry.discover([tmp_path])
+    own_registry.get("policy", "fine").load()
+    with pytest.raises(
+        UserError, match="'greedy' .* is broken:\nit imports lab.engine.engine, lab.kv: a plugin imports lab.api"
+    ):
+        own_registry.get("policy", "greedy").load()
+    assert own_registry.unparsed() == []  # it is told to who chooses it

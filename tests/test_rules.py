@@ -84,6 +84,7 @@ NO_TORCH = ("lab.config", "lab.__main__", "lab.cli", "lab.model.config")
 # Where an exception of any type may be caught, and why nothing is hidden by it.
 BROAD_EXCEPTS = {
     ("lab/registry.py", "load"): "a plugin's import may fail in any way; its traceback becomes the message",
+    ("lab/__main__.py", "main"): "what a plugin raises is told with its name, below its traceback; all else passes through",
     ("lab/engine/engine.py", "step"): "whatever a step raises ends its requests, with the error, and not the engine",
     ("lab/bench/recorder.py", "_guarded"): "tracking may fail in any way and never fails the run; the log has it all",
     ("lab/checks/__init__.py", "_reason"): "whatever a plugin raises under a check is a finding, and is reported as one",
@@ -165,7 +166,7 @@ def is_too_large(source: Source) -> Iterator[str]:
     if lines > MODULE_LINES:
         yield f"{lines} lines; the limit is {MODULE_LINES}"
     for function in functions(source):
-        length = function.end_lineno - function.lineno + 1
+        length = function.end_lineno - function.body[0].lineno + 1  # arguments stand a line each: a table, no code to follow
         if length > FUNCTION_LINES:
             yield f"line {function.lineno}: {function.name} has {length} lines; the limit is {FUNCTION_LINES}"
     for node in ast.walk(source.tree):
@@ -294,7 +295,7 @@ def at(*parts: str) -> str:
 
 
 PYTHON_RULES: dict[Rule, tuple[str, str]] = {  # rule: a file that breaks it
-    is_too_large: ("lab/a.py", "def f():\n" + "    pass\n" * FUNCTION_LINES),
+    is_too_large: ("lab/a.py", "def f():\n" + "    pass\n" * (FUNCTION_LINES + 1)),
     imports_against_the_layers: ("lab/kv/a.py", "def f():\n    from lab.engine import engine\n"),
     imports_hydra: ("lab/engine/a.py", "from omegaconf import DictConfig\n"),
     plugin_reaches_into_the_core: ("plugins/attention/a.py", "from lab.kv.blocks import BlockManager\n"),

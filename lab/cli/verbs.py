@@ -176,7 +176,7 @@ the target's hidden states are there: they are made batch by batch and not store
   lab train-draft --out=head workload.path=prompts.jsonl train.draft_vocab=8192 train.steps=2000
   lab run +spec=eagle spec.head=head
 With train.data=FILE it learns from texts instead: JSON lines of {"text": ...}, or of answers that were kept before.
-The head is written in the published format of its kind (train.kind=eagle3 | eagle | medusa), with train.json beside it: its
+The head is written in the published format of its kind (train.kind=eagle3 | eagle1 | medusa1), with train.json beside it: its
 acceptance by draft position on texts that it did not see. Stopped and called again, it goes on where it was.
 
 Options: train.NAME with the names, defaults and comments of lab/train/options.py.

@@ -355,6 +355,7 @@ def _limits(settings: Settings, config: ModelConfig, max_model_len: int, num_gro
 
 
 def choose_device(settings: Settings) -> torch.device:
+    """The device that the settings come to. Raises UserError for one that is not here."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no CUDA device here. Use device=cpu, or see `lab doctor`.")
     name = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")

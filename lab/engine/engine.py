@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from lab import registry
 from lab.compile.setup import num_compilations
 from lab.engine.executor import InProcessExecutor
 from lab.kv.blocks import BlockManager
@@ -188,7 +189,10 @@ class Engine:
         log.error("a step failed:\n%s", "".join(traceback.format_exception(error)).rstrip())
         self._in_flight.clear()
         self._executor.reset()
+        plugin = registry.to_blame(error)
         message = f"{type(error).__name__}: {error}"
+        if plugin is not None:
+            message = f"{plugin.kind} plugin '{plugin.name}' ({plugin.path}) failed: {message}"
         return [
             Update(request_id, [], finish_reason=FinishReason.ERROR, error=message) for request_id in self.scheduler.fail_all()
         ]

@@ -1,11 +1,13 @@
 """What LLM and AsyncLLM have in common: how they are made, and what can be asked of both."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from lab.engine.stack import Stack, build_stack, settings_for
+from lab.errors import UserError, nearest
 from lab.settings import Settings
 
 
@@ -22,6 +24,7 @@ class Opened(ABC):
         moe: str | None = None,
         overrides: Sequence[str] = (),
         settings: Settings | None = None,
+        **unknown: Any,
     ) -> None:
         """Load the model.
 
@@ -34,6 +37,8 @@ class Opened(ABC):
         Raises:
             UserError: for what the arguments get wrong.
         """
+        if unknown:
+            raise _no_argument(type(self).__name__, next(iter(unknown)))
         plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
         self._start(build_stack(settings_for(model, plugins, overrides, settings)))
 
@@ -64,3 +69,14 @@ class Opened(ABC):
     @abstractmethod
     def _open_stack(self) -> Stack:
         """The engine with its front."""
+
+
+def _no_argument(cls: str, name: str) -> UserError:
+    parameters = inspect.signature(Opened.__init__).parameters.values()
+    names = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    guess = nearest(name, names)
+    hint = f" Did you mean '{guess}'?" if guess else ""
+    return UserError(
+        f"{cls} takes no argument '{name}'.{hint}\nAvailable: {', '.join(names)}; any setting goes into overrides, e.g. "
+        "overrides=['cache.block_size=32']."
+    )

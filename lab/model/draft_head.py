@@ -1,6 +1,6 @@
 """Draft heads in the published formats, ready to run beside their target: one decoder layer over the target's hidden states.
 
-`eagle` is EAGLE-1 and EAGLE-2 (Li et al., https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858), `eagle3` is
+`eagle1` is EAGLE-1 and EAGLE-2 (Li et al., https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858), `eagle3` is
 EAGLE-3 (https://arxiv.org/abs/2503.01840). Which of them a folder holds cannot be told from its architecture, only from the
 names of its tensors, and EAGLE-1's are those of a cut-off Llama: so the kind is given, and checked.
 
@@ -24,7 +24,7 @@ from lab.model.layers.rope import Rope
 from lab.model.pickled_checkpoint import PickledCheckpoint
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
 
-KINDS = ("eagle3", "eagle")
+KINDS = ("eagle3", "eagle1")
 PICKLED = "pytorch_model.bin"
 OF_THE_TARGET = "embed_tokens.weight"  # a copy of the target's, which is used
 
@@ -167,7 +167,7 @@ def _open(folder: Path) -> Checkpoint:
 
 def _check_kind(checkpoint: Checkpoint, folder: Path, kind: str) -> None:
     names = set(checkpoint.names())
-    found = "eagle3" if any(name.startswith("midlayer.") for name in names) else "eagle" if "fc.weight" in names else None
+    found = "eagle3" if any(name.startswith("midlayer.") for name in names) else "eagle1" if "fc.weight" in names else None
     if found is None:
         raise UserError(f"{folder} holds no EAGLE head: it has no tensor 'fc.weight'.")
     if found != kind:

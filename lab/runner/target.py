@@ -39,7 +39,7 @@ class BoundTarget:
         return self.model.logits(hidden_LD).argmax(-1) if ids_L is None else ids_L
 
     def load_head(self, folder: Path, kind: str) -> nn.Module:
-        if kind == "medusa":
+        if kind == "medusa1":
             return load_medusa(folder, self.model, self.config, self.model.build)
         return load_head(folder, kind, self.model, self.config, self.model.build)
 

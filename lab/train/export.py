@@ -17,8 +17,8 @@ from lab.model.safetensors_checkpoint import SafetensorsCheckpoint
 from lab.train.heads import Eagle1, Eagle3, Medusa
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # a head turns its keys and queries as its target does
-PREFIX = {"medusa": "medusa_heads."}
-ARCHITECTURES = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3", "medusa": "MedusaModel"}
+PREFIX = {"medusa1": "medusa_heads."}
+ARCHITECTURES = {"eagle1": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3", "medusa1": "MedusaModel"}
 
 
 def write_head(

@@ -32,6 +32,8 @@ class Chain:
 
 
 class Norm(nn.Module):
+    """RMSNorm."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -91,6 +93,8 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class FeedForward(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, hidden_size: int, inner: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, inner, bias=False)
@@ -127,7 +131,7 @@ class Layer(nn.Module):
 class Eagle1(nn.Module):
     """EAGLE-1: `layers.0` on fc(embedding, hidden state); what it gives stands in for the target's hidden state."""
 
-    kind = "eagle"
+    kind = "eagle1"
 
     def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ class Eagle3(nn.Module):
 class Medusa(nn.Module):
     """Heads of one residual block each, named as in the converted form of the published ones."""
 
-    kind = "medusa"
+    kind = "medusa1"
 
     def __init__(self, config: ModelConfig, num_heads: int) -> None:
         super().__init__()

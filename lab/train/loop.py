@@ -28,7 +28,7 @@ log = logging.getLogger("lab")
 
 CHECKPOINT = "checkpoint.pt"
 MAY_CHANGE = ("steps", "every", "data", "lr", "unroll", "decay", "start")  # of the options, when a training goes on
-WARM_UP = 20  # steps until the learning rate is at its highest
+WARM_UP = 0.05  # of the steps, until the learning rate is at its highest
 LOWEST = 0.05  # of the highest learning rate, at the end
 CLIP = 1.0  # norm of the gradient
 SHOWN_EVERY_S = 20.0
@@ -180,7 +180,7 @@ class Training:
 
 
 def _head(options: TrainOptions, config: ModelConfig) -> Eagle1 | Eagle3 | Medusa:
-    if options.kind == "medusa":
+    if options.kind == "medusa1":
         return Medusa(config, options.unroll)
     inner = options.intermediate_size or config.intermediate_size
     return Eagle3(config, inner) if options.kind == "eagle3" else Eagle1(config, inner)
@@ -199,7 +199,7 @@ def _aux_layers(options: TrainOptions, config: ModelConfig) -> tuple[int, ...]:
 
 def _rate(step: int, steps: int) -> float:
     """Up in a line, down in a half cosine."""
-    warm = min(1.0, (step + 1) / WARM_UP)
+    warm = min(1.0, (step + 1) / max(1.0, WARM_UP * steps))
     done = min(step / max(steps, 1), 1.0)
     return warm * (LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * done)))
 

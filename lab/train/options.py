@@ -10,7 +10,7 @@ from lab.errors import UserError
 class TrainOptions:
     """Sizes of the head, what it learns from, and for how long."""
 
-    kind: Literal["eagle3", "eagle", "medusa"] = "eagle3"
+    kind: Literal["eagle3", "eagle1", "medusa1"] = "eagle3"  # eagle1 is for EAGLE-2 as well
     data: str | None = None  # JSON lines of texts ({"text"}) or answers; null: the model's own answers to the workload
     start: str | None = None  # a head's folder to begin with; null: the target's last layer
     steps: int = 1000  # optimiser steps

@@ -32,7 +32,7 @@ class Eagle(Proposer):
     @dataclass(frozen=True)
     class Options:
         head: str | None = None  # folder of the head; null: the one that comes with lab, for smollm2
-        format: Literal["eagle3", "eagle"] = "eagle3"  # of the folder; eagle: EAGLE-1 and EAGLE-2
+        format: Literal["eagle3", "eagle1"] = "eagle3"  # of the folder; eagle1: EAGLE-1 and EAGLE-2
         num_drafts: int = 4  # tokens proposed for a row and step
         draw: bool = True  # for requests that sample: draw drafts from the head's distribution; false: its most likely tokens
 

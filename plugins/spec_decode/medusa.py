@@ -12,7 +12,7 @@ from ._chain import Choice
 
 @register("spec", "medusa")
 class Medusa(Proposer):
-    """Drafts by Medusa heads, in either published form; `lab train-draft train.kind=medusa` makes some."""
+    """Drafts by Medusa heads, in either published form; `lab train-draft train.kind=medusa1` makes some."""
 
     capabilities = Capabilities(devices={"cpu", "cuda"})
     observes = True
@@ -39,7 +39,7 @@ class Medusa(Proposer):
         folder = Path(self.options.head).expanduser()
         if not folder.is_dir():
             raise UserError(f"spec.head={self.options.head}: there is no such folder.")
-        self._heads = target.load_head(folder, "medusa")
+        self._heads = target.load_head(folder, "medusa1")
         if self.num_drafts > self._heads.num_heads:
             raise UserError(f"spec.num_drafts {self.num_drafts}: {folder} has {self._heads.num_heads} heads.")
 

@@ -191,62 +191,64 @@ def test_a_batch_invariant_step_gives_a_token_its_bits_in_any_tile(case):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=len)
-def test_logsumexp(rows, num_splits):
-    compare(Case(rows, num_padding=3, head_dim=32), num_splits, lse=True)
-    compare(Case(rows, sliding_window=20, softcap=3.0, head_dim=16), num_splits, lse=True)
+def test_logsumexp(num_splits):
+    case = Case(((0, 18), (40, 1), (9, 2)), 2, 1, head_dim=16, num_padding=2)
+    compare(case, num_splits, lse=True)
+    compare(replace(case, rows=((40, 1), (9, 1)), sliding_window=20, softcap=3.0), num_splits, lse=True)
 
 
 class TestCascade:
     """Keys that rows share are attended to once: groups of rows and groups within them, in any order."""
 
-    ROWS = ((70, 1), (0, 20), (48, 1), (33, 2), (64, 30), (70, 1), (35, 3))
-    PREFIXES = (((0, 2, 4, 5), 48), ((3, 6), 32), ((0, 4), 64))
+    ROWS = ((42, 1), (0, 5), (32, 1), (17, 2), (40, 18), (33, 1), (18, 3))
+    CASE = Case(ROWS, 4, 1, head_dim=16, prefixes=(((0, 2, 4, 5), 32), ((3, 6), 16), ((0, 4), 40)), block_size=8, num_padding=2)
 
-    @pytest.mark.parametrize("num_splits", [1, 2])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_mixed_rows(self, dtype, num_splits):
-        case = Case(self.ROWS, prefixes=self.PREFIXES, dtype=dtype, num_padding=5)
-        plan = compare(case, num_splits, cascade=1)
-        assert plan.shared.key_first_R.tolist() == [64, 0, 48, 32, 64, 48, 32] and plan.shared.num_slots == 33 + 5 + 31
-        compare(case, num_splits, cascade=1, lse=True)
+    def test_mixed_rows(self, dtype):
+        plan = compare(replace(self.CASE, dtype=dtype), num_splits=2, cascade=1)
+        assert plan.decodes and plan.tiles_X2 is not None
+        assert plan.shared.key_first_R.tolist() == [40, 0, 32, 16, 40, 32, 16] and plan.shared.num_slots == 21 + 5 + 19
 
-    @pytest.mark.parametrize("num_splits", [1, 3])
-    def test_decodes_and_drafts(self, num_splits):
-        for tokens in (1, 4):
-            rows = tuple((before, tokens) for before in (40, 300, 90, 270))
-            case = Case(rows, prefixes=(((1, 3), 256), ((0, 2), 32)), head_dim=32, softcap=2.0)
-            plan = compare(case, num_splits, cascade=1)
-            assert plan.tiles_X2 is None and plan.shared.key_first_R.tolist() == [32, 256, 32, 256]
+    def test_logsumexp(self):
+        compare(self.CASE, cascade=1, lse=True)
 
-    @pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 2), (5, 1), (17, 1)], ids=str)
+    @pytest.mark.parametrize(("tokens", "num_splits"), [(1, 1), (4, 3)])
+    def test_decodes_and_drafts(self, tokens, num_splits):
+        rows, prefixes = tuple((before, tokens) for before in (40, 66, 35, 70)), (((1, 3), 64), ((0, 2), 32))
+        plan = compare(replace(self.CASE, rows=rows, prefixes=prefixes, softcap=2.0), num_splits, cascade=1)
+        assert plan.tiles_X2 is None and plan.shared.key_first_R.tolist() == [32, 64, 32, 64]
+
+    @pytest.mark.parametrize("heads", [(2, 2), (5, 1)], ids=str)
     def test_groups(self, heads):
-        compare(Case(self.ROWS, *heads, head_dim=16, prefixes=self.PREFIXES), cascade=1)
+        num_heads, num_kv_heads = heads
+        compare(replace(self.CASE, num_heads=num_heads, num_kv_heads=num_kv_heads), cascade=1)
 
     @pytest.mark.parametrize(("kv_scales", "dtype"), [("token_head", torch.float16), ("head", torch.float32)], ids=str)
     def test_quantized_caches(self, kv_scales, dtype):
-        case = Case(self.ROWS, prefixes=self.PREFIXES, dtype=dtype, kv_dtype=torch.int8, kv_scales=kv_scales, head_dim=40)
-        assert compare(case, cascade=1).shared is not None
+        compare(replace(self.CASE, dtype=dtype, kv_dtype=torch.int8, kv_scales=kv_scales, head_dim=24), cascade=1)
 
-    def test_keys_in_several_splits(self):
-        rows, prefixes = ((640, 1), (640, 1)), (((0, 1), 640),)
-        plan = compare(Case(rows, prefixes=prefixes, head_dim=16), cascade=1)
+    def test_long_prefixes_are_cut_for_many_programs(self):
+        case = replace(self.CASE, rows=((640, 1), (640, 1)), prefixes=(((0, 1), 640),))
+        plan = plan_of(case, cascade=1)
         assert plan.shared.tiles_Y6[:, 1:3].tolist() == [[0, 256], [256, 512], [512, 640]]
 
     def test_when_nothing_is_shared(self):
-        case = Case(self.ROWS, prefixes=self.PREFIXES, head_dim=16)
-        assert compare(case, cascade="never").shared is None and compare(case, cascade=65).shared is None
-        assert compare(case).shared is None, "auto: it does not pay"
-        assert compare(replace(case, sliding_window=1000), cascade=1).shared is None
-        assert compare(replace(case, prefixes=()), cascade=1).shared is None
+        case = self.CASE
+        assert plan_of(case, cascade=16).shared is not None
+        assert plan_of(case, cascade="never").shared is None and plan_of(case, cascade=41).shared is None
+        assert plan_of(case).shared is None, "auto: it does not pay"
+        assert plan_of(replace(case, sliding_window=1000), cascade=1).shared is None
+        assert plan_of(replace(case, prefixes=()), cascade=1).shared is None
 
     def test_auto_shares_where_much_is_spared(self):
-        rows = ((8192, 1),) * 4
-        case = Case(rows, 8, 8, 128, prefixes=(((0, 1, 2, 3), 8192),))
-        backend = Interpreted(Flash.Options(), spec_of(case, CPU))
-        assert backend.plan(Trial(case, CPU, seed=0).batch).shared is not None
+        case = Case(((2048, 1),) * 4, 8, 8, 128, prefixes=(((0, 1, 2, 3), 2048),))
+        assert plan_of(case).shared is not None
 
     def test_a_plan_that_is_filled_again_shares_nothing(self):
         """As those of captured graphs: they are made for rows that share nothing, and launch the same in every step."""
-        case = Case(((40, 1), (64, 1)), head_dim=16)
+        case = replace(self.CASE, rows=((40, 1), (64, 1)), prefixes=())
         assert compare(replace(case, prefixes=(((0, 1), 32),)), reuse_of=case, cascade=1).shared is None
+
+
+def plan_of(case, **options):
+    return Interpreted(Flash.Options(**options), spec_of(case, CPU)).plan(Trial(case, CPU, seed=0).batch)

@@ -183,7 +183,8 @@ class TestCascade:
 def _keys_read(case, **options):
     """What the items of the case's plan read, in keys of one KV head."""
     backend = make_backend(FLASH, FLASH.options(**options), spec_of(case, CPU))
-    return torch.ops.lab_flash.keys_read(backend.plan(Trial(case, CPU, seed=0).batch).work)
+    plan = backend.plan(Trial(case, CPU, seed=0).batch)  # which has the library loaded
+    return torch.ops.lab_flash.keys_read(plan.work)
 
 
 def test_a_long_context(options):

@@ -26,12 +26,12 @@ EXACT = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=256, dtype=torch.fl
 CASES = {"llama": LLAMA, "small": SMALL, "large": LARGE, "odd": ODD, "exact": EXACT}
 
 
-def launches_of(case: Case, gpu: Gpu, monkeypatch, num_splits: int = 0) -> list[Launch]:
+def launches_of(case: Case, gpu: Gpu, monkeypatch, *, lse: bool = False, **options) -> list[Launch]:
     """What writing and attending launches for the case."""
     recorder = Recorder(cuda.kernels)
     monkeypatch.setattr(cuda, "kernels", recorder)
     spec = spec_of(case, CPU)
-    backend = cuda.CudaKernels(OPTIONS(num_splits=num_splits), spec, gpu)
+    backend = cuda.CudaKernels(OPTIONS(**options), spec, gpu)
     batch = Trial(case, CPU, seed=0).batch
     q = torch.empty(batch.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype)
     k = torch.empty(batch.num_tokens, case.num_kv_heads, case.head_dim, dtype=case.dtype)
@@ -40,7 +40,11 @@ def launches_of(case: Case, gpu: Gpu, monkeypatch, num_splits: int = 0) -> list[
         shape = case.num_kv_heads, 2 * case.block_size * (case.head_dim + 2)
     kv = torch.empty(4, *shape, dtype=spec.kv_dtype)
     backend.write(k, k, kv, batch.slots_T)
-    backend.attend(q, kv, backend.plan(batch), torch.empty_like(q))
+    out = torch.empty_like(q)
+    if lse:
+        backend.attend_lse(q, kv, backend.plan(batch), out, torch.empty(q.shape[:2]))
+    else:
+        backend.attend(q, kv, backend.plan(batch), out)
     monkeypatch.undo()
     return recorder.launches
 
@@ -78,6 +82,20 @@ def test_kernels_of_quantized_caches(name, kv_dtype, kv_scales, capability, monk
         if launch.name in ("prefill_kernel", "decode_kernel"):
             assert re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]), launch.name
             assert not re.search(r"ld\.local|st\.local", compiled.asm["ptx"]), launch.name
+
+
+@pytest.mark.parametrize(("name", "capability"), [("llama", 90), ("odd", 80)])
+def test_kernels_of_shared_prefixes(name, capability, monkeypatch):
+    """Keys that rows share, what is left of each row, and the logsumexp of all."""
+    gpu, case = GPUS[capability], replace(CASES[name], rows=((512, 300), (900, 1), (600, 1)), prefixes=(((0, 1, 2), 480),))
+    launches = launches_of(case, gpu, monkeypatch, cascade=1, lse=True)
+    kernels = ["write_kernel", "prefill_kernel", "decode_kernel", "reduce_kernel", "shared_kernel", "merge_kernel"]
+    assert [launch.name for launch in launches] == kernels
+    for launch in launches[1:]:
+        compiled = launch.compile(capability)
+        assert compiled.asm["cubin"] and compiled.metadata.shared <= gpu.shared_bytes, launch.name
+        if launch.name == "shared_kernel":
+            assert re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]) and "cp.async" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", GPUS)

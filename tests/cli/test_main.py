@@ -44,7 +44,8 @@ def test_the_version(lab):
     [
         (
             ["rnu"],
-            "lab: no verb named 'rnu'. Did you mean 'run'?\nAvailable: calibrate, check, doctor, plugins, roofline, run.",
+            "lab: no verb named 'rnu'. Did you mean 'run'?\n"
+            "Available: calibrate, check, doctor, plugins, report, roofline, run, train-draft.",
         ),
         (["run", "--mutlirun"], "lab: `lab run` has no flag '--mutlirun'. Did you mean '--multirun'?"),
         (["--jsn"], "lab: lab has no flag '--jsn'. Did you mean '--json'?"),

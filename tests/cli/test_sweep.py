@@ -54,6 +54,7 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     printed = {line.split()[0]: line for line in outcome.out.split("\npoint ")[1].splitlines()[1:5]}  # the rows of the table
     assert printed["2"].endswith(rows[1]["reason"]) and printed["3"].endswith(rows[2]["reason"])
     assert rows[1]["exit_code"] == 1 and "no key today" in rows[1]["reason"]
+    assert rows[1]["reason"].startswith("lab: policy plugin 'raising' (") and "failed, see above: OSError" in rows[1]["reason"]
     assert "Traceback" in (folder / rows[1]["folder"] / "console.txt").read_text()
     assert rows[2]["exit_code"] == 2 and rows[2]["reason"].startswith("no policy plugin named 'nothing'")
     assert "no policy plugin named 'nothing'" in (folder / rows[2]["folder"] / "console.txt").read_text()

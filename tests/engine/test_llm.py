@@ -232,3 +232,35 @@ def test_a_model_without_tokenizer_generates_from_ids(tmp_path):
 def test_progress_shows_a_bar(llm, capsys):
     assert texts(llm.generate("ABC", GREEDY, progress=True)) == ["DEFGH"]
     assert "1/1" in capsys.readouterr().out
+
+
+def test_a_misspelt_argument_is_told(tmp_path):
+    with pytest.raises(
+        UserError, match=r"LLM takes no argument 'atention'. Did you mean 'attention'\?\nAvailable: model, attention"
+    ):
+        LLM(tmp_path, atention="sdpa")
+    with pytest.raises(UserError, match="any setting goes into overrides"):
+        LLM(tmp_path, gpu_memory_utilization=0.9)
+
+
+RAISING = """
+from lab.api import Proposer, register
+
+
+@register("spec", "raising")
+class Raising(Proposer):
+    num_drafts = 2
+
+    def propose(self, view):
+        raise RuntimeError("no drafts today")
+"""
+
+
+def test_a_plugin_that_raises_in_a_step_is_named(tmp_path, own_registry):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "raising.py").write_text(RAISING)
+    own_registry.discover([tmp_path / "mine"])
+    with open_llm(count_alpha(tmp_path / "count"), spec="raising") as llm:
+        (output,) = llm.generate("ABC", SamplingParams(max_tokens=4))
+    path = tmp_path / "mine" / "raising.py"
+    assert output.error == f"spec plugin 'raising' ({path}) failed: RuntimeError: no drafts today"

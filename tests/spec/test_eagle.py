@@ -53,7 +53,7 @@ def test_a_head_that_keeps_the_embedding_is_always_right_over_count(tmp_path, bu
     target = rigs.count(tmp_path / "count")
     head = draft_heads.hand_made(tmp_path / "head", target, "embedding")
     settings = [f"scheduler.max_num_batched_tokens={budget}", f"scheduler.async_scheduling={async_scheduling}"]
-    with open_llm(target, head, "eagle", *settings) as llm:
+    with open_llm(target, head, "eagle1", *settings) as llm:
         (tokens,), (accepted,) = generate(llm, [prompt])
     assert tokens == [(prompt[-1] + 1 + i) % 64 for i in range(30)]
     assert accepted == [0] + [3] * 7 + [0] or accepted == [3] * 7 + [0], accepted  # 1 + 7 * 4 + 1
@@ -63,7 +63,7 @@ def test_a_head_that_keeps_the_embedding_is_always_right_over_count(tmp_path, bu
 def test_a_head_that_keeps_the_hidden_state_is_never_right_over_count(tmp_path, budget):
     target = rigs.count(tmp_path / "count")
     head = draft_heads.hand_made(tmp_path / "head", target, "hidden")
-    with open_llm(target, head, "eagle", f"scheduler.max_num_batched_tokens={budget}") as llm:
+    with open_llm(target, head, "eagle1", f"scheduler.max_num_batched_tokens={budget}") as llm:
         (tokens,), (accepted,) = generate(llm, [[1, 5, 9, 13, 20, 21]])
     assert tokens == [(22 + i) % 64 for i in range(30)]
     assert len(accepted) >= 29 and not any(accepted)
@@ -78,7 +78,7 @@ def test_right_again_after_a_rejection(tmp_path):
     weights["d2t"] = ids - torch.arange(len(ids))
     config = json.loads((head / "config.json").read_text()) | {"draft_vocab_size": len(ids)}
     draft_heads.write(head, config, weights)
-    with open_llm(target, head, "eagle", "scheduler.async_scheduling=false") as llm:
+    with open_llm(target, head, "eagle1", "scheduler.async_scheduling=false") as llm:
         (tokens,), (accepted,) = generate(llm, [[0]])
     assert tokens == list(range(1, 31))
     # the token after 3 mod 4 is unknown to it: a step goes from there over 0 mod 4 and on
@@ -135,7 +135,7 @@ SETTINGS = {
 def test_drafts_are_those_of_the_whole_text(tmp_path, monkeypatch, kind, name):
     """In every batch, chunk, prefix hit and after every preemption: the head's cache holds what the text says it must."""
     target = rigs.mix(tmp_path / "mix")
-    head = draft_heads.random(tmp_path / "head", target, kind, draft_vocab=None if kind == "eagle" else 100)
+    head = draft_heads.random(tmp_path / "head", target, kind, draft_vocab=None if kind == "eagle1" else 100)
     seen = []
     plain = Eagle.propose
 
@@ -185,12 +185,12 @@ def test_other_attention_serves_the_head_too(tmp_path, attention):
 def test_sampled_outputs_have_the_targets_distribution(tmp_path, draw, params):
     """The second token of many seeds with and without the head, by a two-sample chi-square."""
     target = rigs.mix(tmp_path / "mix")
-    head = draft_heads.random(tmp_path / "head", target, "eagle", seed=2)
+    head = draft_heads.random(tmp_path / "head", target, "eagle1", seed=2)
     several = [SamplingParams(max_tokens=3, seed=seed, ignore_eos=True, **params) for seed in range(1200)]
     prompt = {"prompt_token_ids": [3, 1, 4, 1, 5]}
     counts, drafted = [], 0
     for spec in (None, "eagle"):
-        options = [f"spec.head={head}", "spec.format=eagle", f"spec.draw={draw}", "spec.num_drafts=2"] if spec else []
+        options = [f"spec.head={head}", "spec.format=eagle1", f"spec.draw={draw}", "spec.num_drafts=2"] if spec else []
         with LLM(
             str(target), spec=spec, overrides=[*BASE, "cache.num_blocks=2000", "debug.check_integrity=false", *options]
         ) as llm:
@@ -218,8 +218,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
     refused(draft_heads.random(tmp_path / "wide", other, "eagle3"), "hidden_size 96; this one has 64")
     refused(tmp_path / "nowhere", "no such folder")
-    refused(head, "holds an eagle3 head, and eagle was asked for", kind="eagle")
-    refused(draft_heads.random(tmp_path / "e1", target, "eagle"), "holds an eagle head, and eagle3 was asked for")
+    refused(head, "holds an eagle3 head, and eagle1 was asked for", kind="eagle1")
+    refused(draft_heads.random(tmp_path / "e1", target, "eagle1"), "holds an eagle1 head, and eagle3 was asked for")
     refused(head, "spec.num_drafts 200: contexts have at most 128", "spec.num_drafts=200")
     refused(head, "spec.num_drafts must be", "spec.num_drafts=0")
     config = json.loads((head / "config.json").read_text())

@@ -43,7 +43,7 @@ def training(target, folder, options=OPTIONS, seed=0):
     return Training(load(target[0]), read_config(target[0]), target[1], options, folder, seed)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa1"])
 def test_it_learns_and_says_how_well(target, tmp_path, kind):
     options = replace(OPTIONS, kind=kind, steps=40, every=40)
     trained = training(target, tmp_path / "head", options)

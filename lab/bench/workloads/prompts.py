@@ -36,6 +36,8 @@ class PromptsWorkload(Workload):
             super().__post_init__()
             if self.num_requests is not None and self.num_requests < 1:
                 raise UserError(f"workload.num_requests must be at least 1, got {self.num_requests}.")
+            if self.path == "":
+                raise UserError("workload.path is empty: give a file of JSON lines, or null for the built-in prompts.")
 
     def __init__(self, options: Any, seed: int) -> None:
         """Raises UserError for a file that cannot be read or a line that is wrong, with its number."""

@@ -55,7 +55,7 @@ def shared_kernel(
     heads = head * GROUP + lanes % GROUP
     q_ptrs = q_ptr + places * q_stride_t + heads * q_stride_h
     q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
-    positions = tl.zeros([BLOCK_M], tl.int32) + key_last
+    positions = tl.zeros([BLOCK_M], tl.int32) + (key_last - 1)  # all see all
     kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
     blocks_ptr += row * blocks_stride
     acc, total, maximum = nothing(BLOCK_M, BLOCK_D)
