@@ -164,5 +164,6 @@ def test_eagle_drafts(model, tmp_path, overrides):
     settings = [f"spec.head={head}", "spec.num_drafts=3", "draft_length=fixed", *overrides]
     found, engine, outs = generate(folder, *settings, attention="sdpa", spec="eagle", prompts=PROMPTS[::3], times=2)
     assert found == right[::3]
-    assert engine.blocks.stats.hits > 0
-    assert engine.scheduler.num_preemptions > 0 or "preempt" not in str(overrides)
+    is_small = "cache.num_blocks" in str(overrides)  # by the second run nothing of the first is left in it
+    assert engine.blocks.stats.hits > 0 or is_small
+    assert engine.scheduler.num_preemptions > 0 or not (is_small or "preempt" in str(overrides))

@@ -117,6 +117,26 @@ def test_plain_steps_are_measured_again_and_again():
     assert 5 <= (found[10:] == 0).sum() <= 12
 
 
+def test_times_of_steps():
+    make("batch")
+    from lab.runner.draft_lengths._times import StepTimes
+
+    times = StepTimes(lasting=10)
+    for ms in (50.0, 10.0, 12.0):  # the least of the first few
+        times.add(4, ms)
+    times.add(8, 20.0)
+    assert times.of(np.array([1, 4, 6, 8, 99])).tolist() == [10, 10, 15, 20, 20]
+    times.add(4, 1000.0)  # one measurement moves it by a tenth at most
+    assert times.of(np.array([4])).tolist() == [11]
+    times.add(16, 5.0)
+    assert times.of(np.array([8, 16])).tolist() == [20, 20]  # more tokens never take less
+    for _ in range(12):
+        times.add(100, 40.0)
+    assert times.knows(100) and times.knows(98) and not times.knows(4) and not times.knows(8)
+    times.add(4, 30.0)
+    assert times.of(np.array([4])).tolist() == [30]  # what was known before is too old to count
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [

@@ -1,5 +1,7 @@
 """Proposers are held to their contract in a run, and the distributions of drafts reach verification."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -29,11 +31,11 @@ class Fixed(Proposer):
         return self.draft
 
 
-def drafting(draft):
+def drafting(draft, length=None):
     rows = Rows(4, 40, 4)
     for name in "ab":
         rows.add(new_row(name, [1, 2, 3], [ord(name)]))
-    return Drafting(Fixed(draft), rows, VOCAB), rows
+    return Drafting(Fixed(draft), rows, VOCAB, length), rows
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,50 @@ def test_drafts_go_into_the_rows_and_their_distributions_to_verification():
     for row in ids:
         found.forget(row)
     assert found.probs(shares) is None
+
+
+class Scripted:
+    """A draft length that says what it is told to, and notes what it is told."""
+
+    def __init__(self, lengths, dry):
+        self.given, self.dry, self.seen = lengths, dry, []
+
+    def start(self, row):
+        self.seen.append(row)
+
+    def observe(self, step):
+        self.seen.append(step)
+
+    def lengths(self, rows_R):
+        return np.array(self.given)
+
+    def dry_runs(self, rows_R):
+        return np.array(self.dry)
+
+
+@pytest.mark.parametrize(("came", "accepted"), [(7, 1), (8, 0)])
+def test_a_dry_run_is_proposed_and_not_verified_but_compared_with_what_comes(came, accepted):
+    length = Scripted([1, 0], [True, True])
+    found, rows = drafting(Draft([[5], [7]]), length)
+    ids = [rows["a"], rows["b"]]
+    assert found.propose(ids, np.array([20, 20])) == {ids[0]: [5], ids[1]: []}
+    assert (rows.num_drafts_R[ids[0]], rows.num_drafts_R[ids[1]]) == (1, 0)
+    shares = [Share(ids[0], 2, 2, 1, True), Share(ids[1], 2, 1, 0, True)]
+    found.observe(shares, [[5, 9], [came]], 3.5)
+    (step,) = length.seen
+    assert (step.offered_R.tolist(), step.accepted_R.tolist()) == ([1, 1], [1, accepted])
+    assert (step.num_tokens, step.ms, step.is_decode, step.num_asked) == (3, 3.5, True, 2)
+    found.observe([*shares, Share(3, 0, 8, 0, False)], [[5, 9], [came]], 3.5)
+    step = length.seen[-1]
+    assert step.offered_R.tolist() == [1, 0] and not step.is_decode and step.num_tokens == 11
+
+
+def test_a_request_may_ask_for_fewer_drafts_than_there_are():
+    found, rows = drafting(Draft([[5, 6, 7], [5, 6]]))
+    ids = [rows["a"], rows["b"]]
+    found.start(ids[1], replace(new_row("b", [1, 2, 3], [5]), params=SamplingParams(max_drafts=1)))
+    with pytest.raises(PluginFault, match="proposed 2 drafts for row 1 of its view, whose limit is 1"):
+        found.propose(ids, np.array([20, 20]))
 
 
 @pytest.fixture
