@@ -48,7 +48,7 @@ def backend_of(name: str, spec: AttentionSpec) -> Attention:
 
     backend = entry.load().__new__(entry.load())  # a dry run: the kernels of CUDA in the interpreter
     Attention.__init__(backend, entry.options(), spec)
-    backend._kernels = CudaKernels(SimpleNamespace(num_splits=2), spec)
+    backend._kernels = CudaKernels(SimpleNamespace(num_splits=2, cascade="auto"), spec)
     return backend
 
 

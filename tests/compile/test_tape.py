@@ -91,7 +91,8 @@ def test_layers_share_a_tape_and_keep_their_own_weights():
 
 def test_arguments_by_name():
     source = wrapper("buf0 = torch.ops.aten.add.Tensor(arg1_1, other=arg1_1, alpha=3)", "return (buf0,)")
-    assert [found.tolist() for found in run_both(source, [None, None], [2, torch.tensor([1.0, 2.0])])] == [[[4.0, 8.0]]] * 2
+    both = run_both(source, [None, None], [2, torch.tensor([1.0, 2.0])])
+    assert [found.tolist() for (found,) in both] == [[4.0, 8.0]] * 2
 
 
 @pytest.mark.parametrize(
