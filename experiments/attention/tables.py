@@ -18,6 +18,10 @@ def markdown(limits: dict[str, float], rows: Sequence[Row], note: str) -> str:
         if found:
             parts += [*_table(found, unit, limit), ""]
     for row in rows:
+        if row["work"] == "shared":
+            times = ", ".join(f"{name} {row[f'{name}_us']:,.0f} us" for name in ("never", "always", "auto"))
+            ratio = f"{row['never_over_auto']:.2f} times as fast by auto"
+            parts.append(f"- {row['rows']} rows of {row['tokens']} behind {row['shared']:,} shared tokens: {times}; {ratio}")
         if row["work"] == "overhead":
             calls = ", ".join(f"{name.removesuffix('_us')} {us:.1f} us" for name, us in row.items() if name.endswith("_us"))
             parts.append(f"- one token for each of {row['batch']} rows: {calls}")

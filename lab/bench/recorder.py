@@ -10,6 +10,7 @@ from lab.bench.sender import Planned
 from lab.contracts.sink import RunInfo, Sink
 from lab.engine.engine import Engine
 from lab.engine.generation import Generation
+from lab.engine.kv_cache import row_slack
 from lab.engine.request_output import RequestOutput
 from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
 from lab.metrics.roofline import DeviceFacts, Floors
@@ -71,7 +72,8 @@ class Recorder:
         floors: Floors,
     ) -> None:
         self.requests = RequestTotals(engine.blocks.block_size, goodput)
-        self.steps = StepTotals(engine.blocks.block_size, floors.step_s)
+        block_tokens = engine.facts.block_tokens
+        self.steps = StepTotals(block_tokens, row_slack(engine.blocks, block_tokens), floors.step_s)
         self.drafts = RequestDrafts()
         self.spec_times = SpecTimes()
         self.shown: list[tuple[Planned, RequestOutput]] = []  # of the first requests, as they end

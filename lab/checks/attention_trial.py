@@ -110,8 +110,12 @@ class Trial:
     def _batch(self, longest: int) -> Batch:
         case = self.case
         rows = Rows(len(case.rows), longest, case.block_size)
-        for row, table in enumerate(self.tables):
+        is_full = sum(case.rows[0]) >= case.block_size
+        for row, (table, (before, _)) in enumerate(zip(self.tables, case.rows, strict=True)):
             rows.blocks_RM[row, : len(table)] = table
+            if case.sliding_window is not None and is_full:  # what lies behind the window was given back, and is another's
+                passed = max(0, before - case.sliding_window + 1) // case.block_size
+                rows.blocks_RM[row, :passed] = self.tables[0][0]
         shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(case.rows)]
         builder = BatchBuilder(rows, case.block_size, self.device)
         return builder.build(shares, len(self.q_TNH), len(case.rows) + case.num_padding_rows)

@@ -25,6 +25,7 @@ from lab.engine.executor import InProcessExecutor
 from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
+from lab.kv.blocks import BlockManager
 from lab.kv.groups import Grouping
 from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
@@ -103,10 +104,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     kv_dtype = _name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
-    policy = chosen["policy"].make()
-    scheduler = Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=proposer.num_drafts, debug=settings.debug
-    )
+    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer.num_drafts)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -117,13 +115,23 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         dtype=_name(dtype),
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
-        kv_bytes_per_token=block_bytes // settings.cache.block_size,
+        kv_bytes_per_token=sum(map(bytes_per_block, (backends, draft_backends))) // settings.cache.block_size,
+        kv_bytes_per_block=block_bytes,
         num_threads=num_threads,
         records={kind: resolved.record for kind, resolved in chosen.items()},
         startup_s={"load": load_s, "compile": compiled.seconds, "warmup": warmup_s, "total": time.perf_counter() - begin},
         compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
+
+
+def _scheduler(
+    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, num_drafts: int
+) -> Scheduler:
+    policy = chosen["policy"].make()
+    return Scheduler(
+        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+    )
 
 
 def _load(

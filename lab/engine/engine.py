@@ -47,11 +47,17 @@ class EngineFacts:
     dtype: str
     kv_dtype: str  # of the cache
     weights_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of all layers
+    kv_bytes_per_block: int  # of the layers that share a block
     num_threads: int
     records: dict[str, Any]  # resolved.json
     startup_s: dict[str, float]  # load, compile, warmup, total
     compile: CompileFacts
+
+    @property
+    def block_tokens(self) -> float:
+        """How many tokens' keys and values, of all layers, take as much memory as a block: with one KV group its size."""
+        return self.kv_bytes_per_block / self.kv_bytes_per_token
 
 
 class Engine:

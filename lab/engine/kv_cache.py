@@ -67,3 +67,12 @@ def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int) -> None
         kinds = [f"{'all' if isinstance(need, Full) else f'a window of {need.window}'} tokens" for need in grouping.needs]
         log.info("KV groups: %s", "; ".join(f"{kinds.count(kind)} of layers that keep {kind}" for kind in dict.fromkeys(kinds)))
     log.info("KV cache: %s tokens, maximum concurrency for %s tokens: %.2f", f"{num_tokens:,}", f"{max_len:,}", concurrency)
+
+
+def row_slack(blocks: BlockManager, block_tokens: float) -> float:
+    """How many of the tokens that a row's blocks stand for, `block_tokens` each, may be empty or out of sight.
+
+    In each group a table has an end that may be empty but for one token, and with a window a beginning that may be passed.
+    """
+    num_ends = sum(1 if isinstance(need, Full) else 2 for need in blocks.needs)
+    return num_ends * block_tokens * (1 - 1 / blocks.block_size)

@@ -9,6 +9,7 @@ values of all tokens of a step before it reads any, and steps execute in order.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lab.kv.groups import Full, Need
 from lab.kv.pool import BlockPool
 from lab.kv.prefix import BlockHasher, Key
 from lab.types import Request
@@ -33,7 +34,7 @@ class PrefixCacheStats:
 
 
 class BlockManager(BlockPool):
-    """The pool, with the block tables of the requests: the only writer of those.
+    """The pool, with the block tables of the requests: the only writer of those. `needs`: what each group of layers keeps.
 
     Args:
         num_blocks: blocks in the pool. None is set aside: padding uses slot -1.
@@ -59,6 +60,7 @@ class BlockManager(BlockPool):
         super().__init__(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.needs: tuple[Need, ...] = (Full(),)
         self.stats = PrefixCacheStats()
         self._lookahead = lookahead
         self._hasher = BlockHasher(block_size, hash_algo, extra_keys, lookahead)

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ class ModelShape(Protocol):
     num_kv_heads: int
     head_dim: int
     tie_word_embeddings: bool
+    layer_windows: Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,26 @@ class Floors:
 
     weights_bytes: int  # of the whole model
     weights_read_bytes: int  # read by one decode step: the input embeddings are only looked up
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of all layers
+    layer_windows: tuple[int | None, ...]  # tokens that a token of each layer sees, None: all
     flops_per_token: int  # of the linear layers, attention apart
     attention_flops_per_context_token: int  # more for each token that a new one attends to
     bandwidth: float
     peak_flops: float
 
-    def step_s(self, num_tokens: int = 1, kv_tokens: int = 0) -> float:
-        """The floor of one step: `num_tokens` new ones that read `kv_tokens` cached ones among them."""
+    def step_s(self, num_tokens: int = 1, kv_tokens: float = 0) -> float:
+        """The floor of one step: `num_tokens` new ones that read `kv_tokens` cached ones among them, in every layer."""
         read = (self.weights_read_bytes + kv_tokens * self.kv_bytes_per_token) / self.bandwidth
         compute = (num_tokens * self.flops_per_token + kv_tokens * self.attention_flops_per_context_token) / self.peak_flops
         return max(read, compute)
 
+    def seen(self, context: int) -> float:
+        """How many of `context` tokens are kept and read, on the average over the layers."""
+        return sum(min(context, window or context) for window in self.layer_windows) / len(self.layer_windows)
+
     def decode_ms(self, context: int = 0) -> float:
         """The floor of one decode step at batch 1 with `context` cached tokens."""
-        return self.step_s(1, context) * 1e3
+        return self.step_s(1, self.seen(context)) * 1e3
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,7 +115,7 @@ class Floors:
 
     def max_concurrency(self, tokens: int, memory_bytes: int) -> float:
         """How many sequences of `tokens` tokens fit beside the weights in `memory_bytes`."""
-        return max(memory_bytes - self.weights_bytes, 0) / (self.kv_bytes_per_token * tokens)
+        return max(memory_bytes - self.weights_bytes, 0) / (self.kv_bytes_per_token * self.seen(tokens))
 
 
 def floors(model: ModelShape, dtype: str, facts: DeviceFacts, kv_dtype: str | None = None) -> Floors:
@@ -129,6 +135,7 @@ def floors(model: ModelShape, dtype: str, facts: DeviceFacts, kv_dtype: str | No
         weights_bytes=stored * BYTES[dtype],
         weights_read_bytes=read * BYTES[dtype],
         kv_bytes_per_token=2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES[kv_dtype or dtype],
+        layer_windows=tuple(model.layer_windows),
         flops_per_token=2 * (model.num_layers * layer + embedding),
         attention_flops_per_context_token=4 * model.num_layers * model.num_heads * model.head_dim,
         bandwidth=facts.bandwidth,

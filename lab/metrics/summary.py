@@ -132,10 +132,13 @@ class StepTotals:
 
     `floor_s(num_tokens, kv_tokens)`, where given, is the least time that a step can take; it is compared with the steps
     that only decoded. A request's last block may hold as little as one token, so the floor counts the others of it as empty.
+    With KV groups a block is of some layers only: it stands for `block_tokens` tokens of all layers, of which those of
+    `row_slack` a request may be empty or out of sight.
     """
 
-    block_size: int
-    floor_s: Callable[[int, int], float] | None = None
+    block_tokens: float
+    row_slack: float
+    floor_s: Callable[[int, float], float] | None = None
     num_steps: int = 0
     dispatch: Counter[str] = field(default_factory=Counter)
     num_decode_steps: int = 0
@@ -146,7 +149,7 @@ class StepTotals:
         self.num_steps += 1
         self.dispatch[line["mode"]] += 1
         if line["num_tokens"] == line["num_requests"] + line["num_drafts"] and self.floor_s is not None:
-            kv_tokens = line["kv_used_blocks"] * self.block_size - line["running"] * (self.block_size - 1)
+            kv_tokens = line["kv_used_blocks"] * self.block_tokens - line["running"] * self.row_slack
             self.num_decode_steps += 1
             self.decode_ms += line["ms"]
             self.decode_floor_ms += self.floor_s(line["num_tokens"], max(kv_tokens, 0)) * 1e3

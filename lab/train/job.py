@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lab.bench.arrivals import checked_items
+from lab.bench.files import RunLog
 from lab.bench.job import model_facts
 from lab.bench.sender import plan
 from lab.capabilities import Needs
@@ -40,7 +41,15 @@ def train_draft(settings: Settings, options: TrainOptions, folder: Path) -> dict
     Returns the report that train.json holds. Raises UserError for what the settings or the options get wrong.
     """
     discover()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}.") from None
+    with RunLog(folder):
+        return _train(settings, options, folder)
+
+
+def _train(settings: Settings, options: TrainOptions, folder: Path) -> dict[str, Any]:
     path = Path(options.data).expanduser() if options.data is not None else folder / ANSWERS
     if options.data is None:
         answer(settings, path)

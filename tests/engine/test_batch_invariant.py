@@ -123,6 +123,7 @@ def test_without_the_mode_bits_do_depend_on_the_batch(model, dtype):
         ({"attention": "sdpa"}, [], "attention plugin 'sdpa' cannot serve this run: it has no batch_invariant"),
         ({"attention": "flex"}, [], "it has no batch_invariant"),
         ({"attention": "hybrid"}, [], "attention plugin 'hybrid' cannot serve this run: .*batch_invariant"),
+        ({}, ["+attention=flash", "attention.cascade=64"], "attention.cascade=64: with debug.batch_invariant=true"),
         ({}, ["model.dtype=float16"], "debug.batch_invariant: .*float32 and\\s+bfloat16 on the CPU"),
     ],
 )

@@ -59,18 +59,15 @@ def generate(folder, *overrides, attention="flash", blocks=200, times=1, **plugi
         return [o.outputs[0].token_ids for o in outs], engine, outs, max(kept)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_every_backend(model, is_async):
+def test_every_backend(model):
     folder, right = model
-    settings = f"scheduler.async_scheduling={is_async}", "cache.block_size=4"
     for attention in BACKENDS[architecture(folder)].split():
-        found, _, _, kept = generate(folder, *settings, attention=attention)
+        found, _, _, kept = generate(folder, "cache.block_size=4", attention=attention)
         assert found == right, attention
         assert kept == WINDOW // 4 + 1
 
 
-@pytest.mark.parametrize("budget", [5, 64])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("budget", "is_async"), [(5, True), (64, False), (64, True)])
 def test_chunk_budgets_and_small_blocks(model, budget, is_async):
     folder, right = model
     settings = f"scheduler.max_num_batched_tokens={budget}", f"scheduler.async_scheduling={is_async}", "cache.block_size=1"
@@ -88,8 +85,7 @@ def test_prefixes_that_outgrew_the_window_are_hit(model):
     assert found == right and engine.blocks.stats.hits == 0
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("spec", [None, "ngram"])
+@pytest.mark.parametrize(("is_async", "spec"), [(False, None), (False, "ngram"), (True, "ngram")])
 def test_preemption(model, is_async, spec):
     folder, right = model
     settings = "cache.block_size=4", "scheduler.max_num_batched_tokens=48", f"scheduler.async_scheduling={is_async}"

@@ -257,3 +257,33 @@ def test_check_integrity_sees_each_kind_of_damage(break_it):
         blocks._blocks[7].digest = b"x"
     with pytest.raises(AssertionError):
         blocks.check_integrity([request])
+
+
+def test_contents_that_depend_on_the_next_token_are_hit_only_with_that_token_after_them():
+    blocks = BlockManager(16, 4, lookahead=1)
+    text = list(range(12))
+    assert serve_and_free(blocks, text) == 0
+    assert serve_and_free(blocks, text) == 8  # the third block's next token was never known
+    assert serve_and_free(blocks, [*text[:8], 99, 98]) == 4  # its second block's next token is another one
+    assert serve_and_free(blocks, [*text[:8], 99, 98]) == 8  # which is found as well, now that it was computed
+    assert serve_and_free(blocks, text) == 8
+
+
+def test_a_block_is_cached_once_the_token_after_it_is_known():
+    blocks = BlockManager(16, 4, lookahead=1)
+    request, _ = serve(blocks, range(8))
+    assert blocks.num_cached == 1
+    request.token_ids.append(8)
+    blocks.register(request)
+    assert blocks.num_cached == 2
+    blocks.free(request)
+
+
+def test_siblings_share_no_block_whose_next_token_is_their_own():
+    blocks = BlockManager(16, 4, enable_prefix_caching=False, lookahead=1)
+    first, _ = serve(blocks, range(8), fork_group="g")
+    first.token_ids += [50, 51]
+    first.num_computed = 10
+    blocks.register(first)
+    _, num_hit = serve(blocks, range(8), request_id="second", fork_group="g")
+    assert num_hit == 4

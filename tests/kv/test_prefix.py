@@ -91,3 +91,13 @@ def test_every_process_computes_the_same_digests():
     ]
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0].split())) == 12
+
+
+def test_with_a_lookahead_the_tokens_after_a_block_are_part_of_it():
+    hasher = BlockHasher(2, lookahead=1)
+    assert chain(hasher, [1, 2]) == []
+    first, second = chain(hasher, [1, 2, 3, 4, 5])
+    assert chain(hasher, [1, 2, 3, 4]) == [first]
+    assert chain(hasher, [1, 2, 9, 4, 5])[0] != first
+    assert hasher.chain(first, [3, 4, 5]) == [second]
+    assert chain(BlockHasher(2), [1, 2, 3, 4, 5])[0] != first

@@ -20,6 +20,7 @@ SMOL = {
     "num_kv_heads": 3,
     "head_dim": 64,
     "tie_word_embeddings": True,
+    "layer_windows": (None,) * 30,
 }
 FACTS = DeviceFacts("test", "cpu", 2, 8 << 30, 40e9, {"float32": 200e9, "bfloat16": 800e9}, "today")
 
@@ -42,6 +43,14 @@ def test_floors_of_smollm2_are_those_worked_out_by_hand():
     assert found.ridge == 20
     assert found.max_concurrency(1000, 2 * weights + 23_040_000) == pytest.approx(1.0)
     assert found.max_concurrency(1000, weights) == 0.0
+
+
+def test_layers_with_a_window_read_and_keep_no_more_than_that():
+    found = floors(SimpleNamespace(**{**SMOL, "layer_windows": (100, None) * 15}), "bfloat16", FACTS)
+    assert (found.seen(80), found.seen(100), found.seen(300)) == (80, 100, 200)
+    read = found.weights_read_bytes + 200 * found.kv_bytes_per_token
+    assert found.decode_ms(300) == pytest.approx(read / 40e9 * 1e3)
+    assert found.max_concurrency(300, found.weights_bytes + 200 * found.kv_bytes_per_token) == pytest.approx(1.0)
 
 
 def test_at_saturation_arithmetic_takes_as_long_as_reading_the_weights():

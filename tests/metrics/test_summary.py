@@ -140,7 +140,7 @@ def step(ms, num_tokens, num_requests, used=4, running=None, drafts=0, mode="non
 
 def test_the_floor_is_compared_with_steps_that_only_decode():
     asked = []
-    totals = StepTotals(16, lambda tokens, kv: asked.append((tokens, kv)) or 0.001 * tokens)
+    totals = StepTotals(16, 15, lambda tokens, kv: asked.append((tokens, kv)) or 0.001 * tokens)
     totals.add(step(50.0, 100, 2, mode="full"))  # prefill
     totals.add(step(4.0, 2, 2, used=6))
     totals.add(step(8.0, 6, 2, used=1, drafts=4))
@@ -150,4 +150,4 @@ def test_the_floor_is_compared_with_steps_that_only_decode():
 
 
 def test_without_decode_steps_there_is_no_ratio():
-    assert StepTotals(16, lambda tokens, kv: 1.0).decode_metrics() == {}
+    assert StepTotals(16, 15, lambda tokens, kv: 1.0).decode_metrics() == {}

@@ -84,6 +84,42 @@ def test_append_and_drafts():
     assert rows.tokens_RC.dtype == np.int32
 
 
+class TestGroups:
+    """Three KV groups: the tables stand side by side in what the scheduler sends."""
+
+    def rows(self):
+        rows = Rows(4, 40, 4, num_groups=3)
+        row = rows.add(new_row("a", list(range(10)), [1, 2, 3, 4, -1, 6, 7, 8, 9]))
+        rows.apply(Chunk("a", 9, 4, 3, True, [10, 11, 12], [5, 6, 7]))
+        return rows, row
+
+    def check(self, batch):
+        tables = [[1, 4, 7, 10], [2, 0, 8, 11], [3, 6, 9, 12]]  # -1: a block that the group does not keep, any will do
+        for group, table in enumerate(tables):
+            own = batch.of_group(group)
+            assert own.blocks_RM[0, :4].tolist() == own.blocks_RM_cpu[0, :4].tolist() == table
+            assert own.slots_T.tolist()[:4] == [4 * table[2] + 1, 4 * table[2] + 2, 4 * table[2] + 3, 4 * table[3]]
+            assert own.input_ids_T is batch.input_ids_T and own.q_start_R1_cpu is batch.q_start_R1_cpu
+
+    def test_each_sees_its_own_table_and_slots(self):
+        rows, row = self.rows()
+        self.check(BatchBuilder(rows, 4, torch.device("cpu")).build([Share(row, 9, 4, 3, True)]))
+
+    def test_in_persistent_buffers(self):
+        """Padded to 8 tokens and 2 rows, at the same addresses after a batch that was larger."""
+        rows, row = self.rows()
+        builder = BatchBuilder(rows, 4, torch.device("cpu"), InputBuffers(64, 4, 10, torch.device("cpu"), 3), 40)
+        sample = builder.build_sample(16, 4, is_uniform=True)
+        places = [(sample.of_group(g).slots_T.data_ptr(), sample.of_group(g).blocks_RM.data_ptr()) for g in range(3)]
+        assert len({place for both in places for place in both}) == 6
+        batch = builder.build([Share(row, 9, 4, 3, True)], 8, 2)
+        self.check(batch)
+        for group, place in enumerate(places):
+            own = batch.of_group(group)
+            assert (own.slots_T.data_ptr(), own.blocks_RM.data_ptr()) == place
+            assert own.slots_T.tolist()[4:] == [-1] * 4 and own.blocks_RM.shape == (2, 10) and not own.blocks_RM[1].any()
+
+
 class TestSamples:
     """Batches to try a shape with: those that graphs are captured with must stand for every later one of the shape."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lab.api import Attention, AttentionSpec, Capabilities, dataclass, register
+from lab.api import Attention, AttentionSpec, Capabilities, UserError, dataclass, register
 
 from .._quantized import dequantize, fixed_scales, quantize, scales_of
 from .cpu import LIBRARY, SOURCES, CpuKernels
@@ -56,6 +56,11 @@ class Flash(Attention):
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)
+        if spec.batch_invariant and options.cascade not in ("auto", "never"):
+            raise UserError(
+                f"attention.cascade={options.cascade}: with debug.batch_invariant=true nothing is attended to for several rows "
+                "at once. Leave it out."
+            )
         self._kernels = _kernels(spec.device.type)(options, spec)
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, fill_padding, move_to_head, nothing, times_fixed_scale, walk
+from .walk import LN_2, attend_keys, fill_padding, move_to_head
 
 
 @triton.jit
@@ -56,9 +56,8 @@ def decode_kernel(
 ):
     """Attention of the rows with 1 to small_q tokens, each split of a row's keys by a program. Grid: (KV heads, splits, rows).
 
-    With SPLIT the results go to partial (rows, small_q, heads, splits, HEAD_DIM) and partial_lse (rows, small_q, heads, splits;
-    log2), for `reduce_kernel`. Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE and SHARED
-    are those of `prefill_kernel`.
+    With SPLIT the results go to partial (rows, small_q, heads, splits, HEAD_DIM) and partial_lse (log2), for `reduce_kernel`.
+    Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE and SHARED: see `prefill_kernel`.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -67,8 +66,8 @@ def decode_kernel(
     q_first = tl.load(q_start_ptr + row)
     num_q = tl.load(q_start_ptr + row + 1) - q_first
     if not SPLIT:
-        end = tl.load(q_start_ptr + num_rows)
-        fill_padding(out_ptr, (end + row).to(tl.int32), num_tokens, num_rows, out_stride_t, GROUP, HEAD_DIM, BLOCK_D)
+        after = (tl.load(q_start_ptr + num_rows) + row).to(tl.int32)
+        fill_padding(out_ptr, after, num_tokens, num_rows, out_stride_t, GROUP, HEAD_DIM, BLOCK_D)
     if (num_q > 0) & (num_q <= small_q):
         num_ctx = tl.load(ctx_len_ptr + row)
         lanes = tl.arange(0, BLOCK_M)
@@ -76,37 +75,28 @@ def decode_kernel(
         tokens = lanes // GROUP
         mask = (tokens < num_q)[:, None] & (dims < HEAD_DIM)[None, :]
         places = (q_first + tokens).to(tl.int64)
-        q_ptrs = q_ptr + places * q_stride_t + (head * GROUP + lanes % GROUP) * q_stride_h
+        heads = head * GROUP + lanes % GROUP
+        q_ptrs = q_ptr + places * q_stride_t + heads * q_stride_h
         q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
         before = num_ctx - num_q
-        positions = before + tokens
         lowest = tl.load(key_first_ptr + row) if SHARED else 0
         first, last = _share(lowest, before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
         kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
-        acc, total, maximum = nothing(BLOCK_M, BLOCK_D)
-        masked_from = first
-        if WINDOW == 0:
-            masked_from = first + tl.maximum(tl.minimum(last, before + 1) - first, 0) // BLOCK_N * BLOCK_N
-            acc, total, maximum = walk(
-                *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, first, masked_from, num_ctx, False),
-                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
-            )
-        acc, total, maximum = walk(
-            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
-            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+        acc, total, maximum = attend_keys(
+            *(q, kv_ptr, scales_ptr, blocks_ptr, before + tokens, first, last, before, num_ctx),
+            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
         )
-        result = times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES) / tl.where(total > 0, total, 1.0)[:, None]
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
         if SPLIT:
-            part = ((row * small_q + tokens) * (NUM_KV * GROUP) + head * GROUP + lanes % GROUP) * num_splits + split
+            part = ((row * small_q + tokens) * (NUM_KV * GROUP) + heads) * num_splits + split
             tl.store(partial_ptr + part[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
             tl.store(partial_lse_ptr + part, maximum + tl.log2(total), mask=tokens < num_q)
         else:
             to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM
             tl.store(to[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
             if WITH_LSE:
-                to = lse_ptr + places * lse_stride_t + head * GROUP + lanes % GROUP
-                tl.store(to, (maximum + tl.log2(total)) * LN_2, mask=tokens < num_q)
+                tl.store(lse_ptr + places * lse_stride_t + heads, (maximum + tl.log2(total)) * LN_2, mask=tokens < num_q)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "small_q", "num_splits"])

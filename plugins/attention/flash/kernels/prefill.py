@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, fill_padding, move_to_head, nothing, times_fixed_scale, walk
+from .walk import LN_2, attend_keys, fill_padding, move_to_head
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles"])
@@ -63,7 +63,8 @@ def prefill_kernel(
         lanes = tl.arange(0, BLOCK_M)
         dims = tl.arange(0, BLOCK_D)
         tokens = first_token + lanes // GROUP
-        mask = ((lanes < BLOCK_M // GROUP * GROUP) & (tokens < num_q))[:, None] & (dims < HEAD_DIM)[None, :]
+        is_real = (lanes < BLOCK_M // GROUP * GROUP) & (tokens < num_q)
+        mask = is_real[:, None] & (dims < HEAD_DIM)[None, :]
         places = (q_first + tokens).to(tl.int64)
         q_ptrs = q_ptr + places * q_stride_t + (head * GROUP + lanes % GROUP) * q_stride_h
         q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -72,26 +73,15 @@ def prefill_kernel(
         last = tl.minimum(num_ctx, before + BLOCK_M // GROUP)
         kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
-        acc, total, maximum = nothing(BLOCK_M, BLOCK_D)
+        first = tl.load(key_first_ptr + row) if SHARED else 0
         if WINDOW > 0:
-            masked_from = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        elif INVARIANT:
-            masked_from = 0
-        else:
-            key_first = tl.load(key_first_ptr + row) if SHARED else 0
-            masked_from = key_first + (before + 1 - key_first) // BLOCK_N * BLOCK_N
-            acc, total, maximum = walk(
-                *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, masked_from, num_ctx, False),
-                *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
-            )
-        acc, total, maximum = walk(
-            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
-            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+            first = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        acc, total, maximum = attend_keys(
+            *(q, kv_ptr, scales_ptr, blocks_ptr, positions, first, last, before, num_ctx),
+            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, INVARIANT),
         )
-        acc = times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES)
         to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM
         tl.store(to[:, None] + dims[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if WITH_LSE:
             to = lse_ptr + places * lse_stride_t + head * GROUP + lanes % GROUP
-            is_real = (lanes < BLOCK_M // GROUP * GROUP) & (tokens < num_q)
             tl.store(to, (maximum + tl.log2(total)) * LN_2, mask=is_real)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, move_to_head, nothing, times_fixed_scale, walk
+from .walk import LN_2, attend_keys, move_to_head
 
 
 @triton.jit
@@ -58,17 +58,10 @@ def shared_kernel(
     positions = tl.zeros([BLOCK_M], tl.int32) + (key_last - 1)  # all see all
     kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
     blocks_ptr += row * blocks_stride
-    acc, total, maximum = nothing(BLOCK_M, BLOCK_D)
-    masked_from = key_first + (key_last - key_first) // BLOCK_N * BLOCK_N
-    acc, total, maximum = walk(
-        *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, masked_from, key_last, False),
-        *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+    acc, total, maximum = attend_keys(
+        *(q, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, key_last, key_last - 1, key_last),
+        *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
     )
-    acc, total, maximum = walk(
-        *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, key_last, key_last, True),
-        *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
-    )
-    acc = times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES)
     part = (slot + at) * (NUM_KV * GROUP) + heads
     tl.store(part_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=mask)
     tl.store(part_lse_ptr + part, (maximum + tl.log2(total)) * LN_2, mask=is_real)

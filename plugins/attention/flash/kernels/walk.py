@@ -30,7 +30,7 @@ def _load_scales(ptrs, here, MASKED: tl.constexpr):
 
 
 @triton.jit
-def times_fixed_scale(acc, scales_ptr, NUM_KV: tl.constexpr, KV_SCALES: tl.constexpr):
+def _times_fixed_scale(acc, scales_ptr, NUM_KV: tl.constexpr, KV_SCALES: tl.constexpr):
     """Sums of values, times the scale of the head's values where the layer has it."""
     if KV_SCALES == HEAD:
         acc = acc * tl.load(scales_ptr + NUM_KV)
@@ -38,7 +38,7 @@ def times_fixed_scale(acc, scales_ptr, NUM_KV: tl.constexpr, KV_SCALES: tl.const
 
 
 @triton.jit
-def walk(
+def _walk(
     acc,
     total,
     maximum,
@@ -120,6 +120,51 @@ def walk(
 
 
 @triton.jit
+def attend_keys(
+    q,
+    kv_ptr,
+    scales_ptr,
+    blocks_ptr,
+    positions,
+    first,
+    last,
+    before,
+    num_ctx,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):
+    """What a query tile gets of the keys first .. last - 1: weighted sums of values (M, D), sums of weights and maxima (M,).
+
+    Every query sees the keys before `before + 1`: whole tiles of them need no mask, unless there is a window, or MASK_ALL.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    masked_from = first
+    if WINDOW == 0 and not MASK_ALL:
+        masked_from = first + tl.maximum(tl.minimum(last, before + 1) - first, 0) // BLOCK_N * BLOCK_N
+        acc, total, maximum = _walk(
+            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, first, masked_from, num_ctx, False),
+            *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+        )
+    acc, total, maximum = _walk(
+        *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
+        *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
+    )
+    return _times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES), total, maximum
+
+
+@triton.jit
 def move_to_head(
     kv_ptr,
     scales_ptr,
@@ -135,13 +180,6 @@ def move_to_head(
     elif KV_SCALES == HEAD:
         scales_ptr += head
     return kv_ptr + head * HEAD_SIZE, scales_ptr
-
-
-@triton.jit
-def nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """acc, total and maximum before the first key."""
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32), maximum
 
 
 @triton.jit
