@@ -52,6 +52,7 @@ def test_a_profiled_run_is_the_same_run_with_a_table_that_adds_up(run, compiled,
         "compile": CompileSettings(mode=mode, cache_dir=compiled),
         "scheduler": SchedulerSettings(async_scheduling=is_async),
         "spec": PluginChoice(spec),
+        "draft_length": PluginChoice("fixed"),  # the other lengths go by the clock
         "sampling": SAMPLING,
     }
     plain = run(PROMPTS, **given)

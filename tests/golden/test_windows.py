@@ -39,7 +39,7 @@ def generate(folder, *overrides, attention="flash", blocks=200, times=1, **plugi
 
     `blocks`: in the pool, for each KV group.
     """
-    base = ["compile.mode=none", "model.dtype=float32", "model.max_model_len=256", "num_threads=1"]
+    base = ["compile.mode=none", "model.dtype=float32", "model.max_model_len=256", "num_threads=1", "draft_length=fixed"]
     base += ["debug.check_integrity=true", f"cache.num_blocks={blocks * NUM_GROUPS[architecture(folder)]}"]
     with LLM(str(folder), attention=attention, overrides=[*base, *overrides], **plugins) as llm:
         engine, kept = llm.engine, [0]
