@@ -204,7 +204,10 @@ class TestMistakes:
             ),
             (["sampling.stop=[a"], "cannot read 'sampling.stop=[a':"),
             (["hydra.run.dr=x"], "no setting 'hydra.run.dr'. Did you mean 'hydra.run.dir'?"),
-            (["hydra.sweeper.params.x=1"], "hydra.sweeper.params.x: an axis of a sweep is given by its own name, with the flag"),
+            (
+                ["hydra.sweeper.params.x=1"],
+                "hydra.sweeper.params.x: an axis of a sweep is given by its own name, with the flag",
+            ),
             (["+hydra.sweeper.params={seed: 1}"], "hydra.sweeper.params: an axis of a sweep is given by its own name"),
             (["hydra=1"], "Hydra cannot be set up with hydra=1: ValueError: Config group override must be"),
             (["seed=1", "hydra/sweeper=[1]"], "Hydra cannot be set up with hydra/sweeper=[1]: TypeError: "),

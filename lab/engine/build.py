@@ -45,7 +45,7 @@ from lab.types import Chunk, NewRow, Step
 log = logging.getLogger("lab")
 
 
-def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
+def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Module | None = None) -> Engine:
     """See `Engine.build`."""
     begin = time.perf_counter()
     registry.discover()
@@ -63,7 +63,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
+    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
     backends = backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=proposer.num_drafts > 0)
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
@@ -141,19 +141,21 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    model: nn.Module | None,
 ) -> nn.Module:
-    """The model, with the proposer bound to it."""
+    """The model, unless it is given, with the proposer bound to it."""
     name = settings.model.path
-    log.info("loading %s in %s on %s", name, dtype_name(dtype), device.type)
     moe = chosen["moe"].make()
     load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
-    model = load(
-        folder,
-        config,
-        load_format=settings.model.load_format,
-        quant=chosen["quant"].make(),
-        batch_invariant=settings.debug.batch_invariant,
-    )
+    if model is None:
+        log.info("loading %s in %s on %s", name, dtype_name(dtype), device.type)
+        model = load(
+            folder,
+            config,
+            load_format=settings.model.load_format,
+            quant=chosen["quant"].make(),
+            batch_invariant=settings.debug.batch_invariant,
+        )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
     proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
