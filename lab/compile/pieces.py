@@ -55,7 +55,9 @@ def with_graph(model: nn.Module, device: torch.device, use: Callable[[Graph], An
     positions_T = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
     for tensor in (input_ids_T, positions_T):
         torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="tokens", min=1)
-    with torch.no_grad():
+    # what differs from the model captured before, such as a norm's epsilon, is still a constant, not an argument
+    constants = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False)
+    with torch.no_grad(), constants:
         torch.compile(fresh, backend=backend, fullgraph=True)(input_ids_T, positions_T)
     (result,) = found
     return result

@@ -87,11 +87,16 @@ class Engine:
         self._start_s: float | None = None
 
     @classmethod
-    def build(cls, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> "Engine":
-        """Load the model, choose the plugins, size the KV pool. Raises UserError for what the settings get wrong."""
+    def build(
+        cls, settings: Settings, *, clock: Callable[[], float] = time.monotonic, model: nn.Module | None = None
+    ) -> "Engine":
+        """Load the model, choose the plugins, size the KV pool. Raises UserError for what the settings get wrong.
+
+        `model` is taken in place of loading: that of an engine which is closed and had the same settings of model and quant.
+        """
         from lab.engine.build import build_engine
 
-        return build_engine(settings, clock)
+        return build_engine(settings, clock, model)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -81,8 +81,9 @@ class Runner:
         hidden_TD, aux_ATD = self.model.split(self.forward.run(key, batch, self.store.layers))
         prompt_logprobs = self._prompt_rows(shares, batch, hidden_TD)
         sampled = self._sample(shares, batch, hidden_TD)
-        token_ids = [sampled[share.row][0] for share in shares if share.samples]
-        self._drafting.observe(shares, token_ids, (time.perf_counter() - begin) * 1e3)
+        if self._drafting.num_drafts:
+            new_ids = [sampled[share.row][0] for share in shares if share.samples]
+            self._drafting.observe(shares, new_ids, (time.perf_counter() - begin) * 1e3)
         drafts, draft_ms = self._draft(shares, batch, hidden_TD, aux_ATD)
         results = []
         for chunk, share in zip(step.chunks, shares, strict=True):
