@@ -16,7 +16,7 @@ from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
-from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
+from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
@@ -65,7 +65,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
+    model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
     load_s = time.perf_counter() - begin
     backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
     draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
@@ -85,6 +85,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         num_drafts=proposer.num_drafts,
         group_of=grouping.group_of,
     )
+    compiled = compile_heads(settings.compile, compiled, heads, device, _traced_plugins(chosen))
     warm_begin = time.perf_counter()
     num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
     make_store = partial(
@@ -143,8 +144,8 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-) -> nn.Module:
-    """The model, with the proposer bound to it."""
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model, with the proposer bound to it, and the draft heads that it has."""
     name = settings.model.path
     log.info("loading %s in %s on %s", name, _name(dtype), device.type)
     moe = chosen["moe"].make()
@@ -158,9 +159,10 @@ def _load(
     )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another)
+    proposer.bind(target)
     model.aux_layers = tuple(proposer.aux_layers)
-    return model
+    return model, target.heads
 
 
 def _warm_runner(
