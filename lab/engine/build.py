@@ -15,7 +15,7 @@ from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
-from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
+from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.backends import backends_of, draft_backends_of, dtype_name
@@ -63,7 +63,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
+    model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
     backends = backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=proposer.num_drafts > 0)
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
@@ -83,6 +83,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
         num_drafts=proposer.num_drafts,
         group_of=grouping.group_of,
     )
+    compiled = compile_heads(settings.compile, compiled, heads, device, _traced_plugins(chosen))
     warm_begin = time.perf_counter()
     num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
     make_store = partial(
@@ -142,8 +143,8 @@ def _load(
     device: torch.device,
     max_model_len: int,
     model: nn.Module | None,
-) -> nn.Module:
-    """The model, unless it is given, with the proposer bound to it."""
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model, unless it is given, with the proposer bound to it, and the draft heads that it has."""
     name = settings.model.path
     moe = chosen["moe"].make()
     load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
@@ -158,9 +159,10 @@ def _load(
         )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another)
+    proposer.bind(target)
     model.aux_layers = tuple(proposer.aux_layers)
-    return model
+    return model, target.heads
 
 
 def _warm_runner(

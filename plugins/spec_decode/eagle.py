@@ -62,9 +62,9 @@ class Eagle(Proposer):
         next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
         last_R = q_start_R1[:-1] + step.num_kept_R - 1
         states_TD = self._head.states(step.hidden_TD, step.aux_ATD)
-        embeds_TD = self.target.embed(torch.from_numpy(next_ids_T).to(self.target.device))
+        ids_T = torch.from_numpy(next_ids_T).to(self.target.device)
         with self.cache.running(batch):
-            out_TD = self._head(states_TD, embeds_TD, batch.positions_T)
+            out_TD = self._head.run(states_TD, ids_T, batch.positions_T)
         self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
         self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
 
@@ -78,7 +78,7 @@ class Eagle(Proposer):
         ids_R = self._next(choice, hidden_RD)
         for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
             with self.cache.running(batch):
-                hidden_RD = self._head(hidden_RD, self.target.embed(ids_R), batch.positions_T)
+                hidden_RD = self._head.run(hidden_RD, ids_R, batch.positions_T)
             ids_R = self._next(choice, hidden_RD)
         return choice.draft()
 
