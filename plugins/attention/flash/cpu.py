@@ -38,7 +38,7 @@ class CpuKernels:
         shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
         isa = 0 if options.isa == "auto" else _index_of(options.isa, self._ops.isas())
-        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), isa, spec.batch_invariant)
+        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), isa, spec.batch_invariant, spec.has_sinks)
 
     @cached_property
     def _ops(self) -> Any:

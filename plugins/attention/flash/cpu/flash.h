@@ -16,7 +16,7 @@ namespace flash {
 
 enum class Type : int { f32, bf16, f16, i8, fp8 };
 
-constexpr int kTile = 64;        // keys of one tile of the online softmax
+constexpr int kTile = 128;        // keys of one tile of the online softmax
 constexpr int kGroup = 16;       // keys that are read through one base pointer
 constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
@@ -49,6 +49,7 @@ struct Call {
   float scale, softcap;  // softcap 0: none
   int64_t head_bytes;    // of the cache, for one block and KV head
   const float* fixed_scales;  // [2, K] of a quantized cache; null: they lie with each block
+  const float* sinks;  // [N] scores that no key stands behind; null: none
 
   bool is_quantized() const { return kv_type == Type::i8 || kv_type == Type::fp8; }
   // Whether products are of bf16, where the processor makes them: what is quantized is exact in it.

@@ -99,6 +99,12 @@ const float* fixed_scales(const Tensor& kv, const Layout& layout) {
   return (const float*)((const char*)kv.const_data_ptr() + (kv.size(0) - 1) * layout.heads * layout.head_bytes);
 }
 
+// Sinks [N] are in blocks of their own, before that of the fixed scales.
+const float* sinks_of(const Tensor& kv, const Layout& layout, int64_t num_heads) {
+  const int64_t bytes = layout.heads * layout.head_bytes, blocks = (4 * num_heads + bytes - 1) / bytes;
+  return (const float*)((const char*)kv.const_data_ptr() + (kv.size(0) - layout.has_fixed_scales - blocks) * bytes);
+}
+
 // Keys or values of a step.
 struct Source {
   const char* data;
@@ -189,11 +195,11 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
 // q_start [R + 1], ctx_len [R] and blocks [R, M] int32; the others as How has them. Returns a Plan's memory.
 Tensor plan_step(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
                  int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa,
-                 bool batch_invariant) {
+                 bool batch_invariant, bool has_sinks) {
   const StepRows step{q_start.const_data_ptr<int32_t>(), ctx_len.const_data_ptr<int32_t>(), blocks.const_data_ptr<int32_t>(),
                       ctx_len.numel(), blocks.stride(0)};
   const How how{kv_heads, group, dim, block_size, float(scale), float(softcap), window, num_splits, cascade, isa,
-                at::get_num_threads(), batch_invariant};
+                at::get_num_threads(), batch_invariant, has_sinks};
   Tensor made;
   plan(step, how, [&](int64_t bytes) {
     made = Tensor(at::detail::empty_cpu({bytes / 4}, at::kInt));
@@ -225,6 +231,7 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   c.num_kv_heads = layout.heads, c.group = q.size(1) / layout.heads, c.dim = q.size(2), c.padded_dim = layout.padded;
   c.block_size = layout.block_size, c.head_bytes = layout.head_bytes, c.window = plan.window;
   c.fixed_scales = layout.has_fixed_scales ? fixed_scales(kv, layout) : nullptr;
+  c.sinks = plan.has_sinks ? sinks_of(kv, layout, q.size(1)) : nullptr;
   c.scale = plan.scale, c.softcap = plan.softcap;
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);
@@ -255,7 +262,8 @@ DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
   m.def("plan(Tensor q_start, Tensor ctx_len, Tensor blocks, int kv_heads, int group, int dim, int block_size, float scale,"
-        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant) -> Tensor", flash::plan_step);
+        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant,"
+        " bool has_sinks) -> Tensor", flash::plan_step);
   m.def("keys_read(Tensor plan) -> int", flash::keys_read);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
   m.def("attend_lse(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out, Tensor(c!) lse) -> ()",

@@ -237,7 +237,8 @@ void plan(const StepRows& step, const How& how, const std::function<void*(int64_
                         planner.num_partials * part_bytes;
   Plan& plan = *(Plan*)allocate(bytes);
   plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, step.q_start[step.num_rows], int32_t(how.window),
-          int32_t(how.isa), how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads))};
+          int32_t(how.isa), how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads)),
+          how.has_sinks};
   std::copy(items.begin(), items.end(), plan.items());
   std::copy(shared.begin(), shared.end(), plan.shared());
   std::fill_n(plan.arrived(), planner.num_counters, 0);

@@ -12,7 +12,7 @@ namespace flash {
 struct Plan {
   int32_t num_items, num_shared, num_counters, num_tokens, window, isa;
   float scale, softcap;
-  int32_t threads;
+  int32_t threads, has_sinks;
 
   Item* items() { return (Item*)(this + 1); }
   SharedToken* shared() { return (SharedToken*)(items() + num_items); }
@@ -37,7 +37,7 @@ struct How {
   int64_t kv_heads, group, dim, block_size;
   float scale, softcap;
   int64_t window, num_splits, cascade, isa, threads;
-  bool batch_invariant;
+  bool batch_invariant, has_sinks;
 };
 
 // Cuts a step into items, in the order in which lab/team.h gives them to threads, in memory of so many bytes as it asks for.
