@@ -20,13 +20,13 @@ from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compil
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
+from lab.engine.drafts import check_layers_fit, check_trees_fit
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
 from lab.kv.blocks import BlockManager
-from lab.kv.groups import Grouping
 from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
@@ -36,7 +36,7 @@ from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
-from lab.runner.draft_cache import scratch_blocks
+from lab.runner.draft_cache import scratch_blocks, scratch_positions
 from lab.runner.runner import Limits, Runner
 from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
@@ -67,11 +67,12 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         native.build_ahead(_libraries(settings, chosen, common))
     model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
     load_s = time.perf_counter() - begin
-    backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    check_trees_fit(settings, model.attention_layers, proposer)
+    backends = _backends(settings, model, dtype, device, chosen, proposer)
     draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
-    _check_drafts_fit(proposer, grouping)
+    check_layers_fit(proposer, grouping)
     limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
@@ -86,7 +87,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         group_of=grouping.group_of,
     )
     warm_begin = time.perf_counter()
-    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    num_scratch = limits.max_rows * scratch_blocks(scratch_positions(proposer), limits.block_size)
     make_store = partial(
         KVStore,
         backends,
@@ -98,13 +99,14 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     )
     block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    draft_length.tree_depth = proposer.tree_depth
     runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = _name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
-    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer.num_drafts)
+    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -126,11 +128,16 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
 
 
 def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, num_drafts: int
+    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, proposer: Proposer
 ) -> Scheduler:
-    policy = chosen["policy"].make()
     return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+        settings.scheduler,
+        blocks,
+        chosen["policy"].make(),
+        max_model_len=max_model_len,
+        num_drafts=proposer.num_drafts,
+        draft_depth=proposer.tree_depth or None,
+        debug=settings.debug,
     )
 
 
@@ -241,10 +248,18 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
 
 
 def _backends(
-    settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
+    settings: Settings,
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: dict[str, Resolved],
+    proposer: Proposer,
 ) -> list[Attention]:
     """The attention backend of each of the model's layers."""
-    return _backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=drafts)
+    drafts = {"spec_verify"} if proposer.num_drafts > 0 else set()
+    if proposer.tree_depth:
+        drafts.add("tree_verify")
+    return _backends_of(settings, model.attention_layers, dtype, device, chosen, drafts)
 
 
 def _backends_of(
@@ -253,10 +268,11 @@ def _backends_of(
     dtype: torch.dtype,
     device: torch.device,
     chosen: dict[str, Resolved],
-    *,
-    drafts: bool,
+    drafts: set[str],
 ) -> list[Attention]:
-    """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
+    """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`. `drafts`:
+    features that drafts ask for.
+    """
     name = settings.cache.dtype
     kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
     of_spec: dict[AttentionSpec, Attention] = {}
@@ -278,7 +294,7 @@ def _backends_of(
             has_sinks=layer.sinks_N is not None,
         )
         if spec not in of_spec:
-            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
+            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts))
             key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
             chosen[key] = resolved
             of_spec[spec] = resolved.make(spec)
@@ -294,18 +310,10 @@ def _draft_backends(
     """
     plain = replace(settings, cache=replace(settings.cache, dtype="auto", scales="auto"))
     own: dict[str, Resolved] = {}
-    backends = _backends_of(plain, proposer.attention_layers, dtype, device, own, drafts=False)
+    trees = {"tree_verify"} if proposer.tree_depth else set()  # drafted level by level
+    backends = _backends_of(plain, proposer.attention_layers, dtype, device, own, trees)
     chosen.update({f"spec.{key}": resolved for key, resolved in own.items()})
     return backends
-
-
-def _check_drafts_fit(proposer: Proposer, grouping: Grouping) -> None:
-    """A proposer's own layers use the block table of a model that keeps all tokens. Raises UserError for another."""
-    if proposer.attention_layers and not grouping.is_plain:
-        raise UserError(
-            f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
-            "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
-        )
 
 
 def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:
@@ -317,8 +325,8 @@ def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module,
     return fixed_scales(cache, ranges, [layer.num_kv_heads for layer in layers], of_checkpoint, scheme)
 
 
-def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
-    features = set()
+def _attention_needs(spec: AttentionSpec, drafts: set[str]) -> Needs:
+    features = set(drafts)
     if spec.num_heads != spec.num_kv_heads:
         features.add("gqa")
     if spec.sliding_window is not None:
@@ -327,8 +335,6 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("softcap")
     if spec.kv_scales == "token_head":
         features.add("token_head_scales")
-    if drafts:
-        features.add("spec_verify")
     if spec.batch_invariant:
         features.add("batch_invariant")
     if spec.has_sinks:

@@ -81,8 +81,8 @@ class ReadsForPaddingRows(Eager):
 
 
 class NotCausal(Eager):
-    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
-        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, *others):
+        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, *others) for q in q_QNH])
 
 
 class ForgetsWindow(Eager):
@@ -119,10 +119,10 @@ class OneKvHeadForAll(Eager):
 class OneTokenOfDrafts(Eager):
     """As a decode kernel that sees every query of a row at the row's end."""
 
-    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, *others):
         if len(q_QNH) > 10:
-            return super()._attend_row(q_QNH, k_SKH, v_SKH, sinks_N)
-        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
+            return super()._attend_row(q_QNH, k_SKH, v_SKH, *others)
+        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, *others) for q in q_QNH])
 
 
 class LogsumexpUnscaled(Eager):

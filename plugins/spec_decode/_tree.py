@@ -1,0 +1,127 @@
+"""Trees of drafts of a fixed shape, and what shape and options may be.
+
+A shape is a list of choices, as Medusa's paper has them (Cai et al., https://arxiv.org/abs/2401.10774): the path (0, 2) is the
+third most likely token after the most likely one. Without a list it is the product of all choices at each depth, pruned to the
+nodes that are most often right if a token of rank k is right as often as RANK_SHARES says, wherever it stands.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lab.api import UserError
+
+MOST_NODES = 63  # that attention can verify
+RANK_SHARES = (
+    0.55,
+    0.14,
+    0.07,
+    0.045,
+    0.03,
+    0.022,
+    0.017,
+    0.013,
+    0.01,
+    0.008,
+)
+DEFAULT_NODES = 16
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    parent: int  # place in the tree, -1 for the root
+    depth: int  # from 1
+    rank: int  # among the tokens that may follow its parent, 0 the most likely
+    place: int  # among the nodes of its depth
+
+
+class StaticTree:
+    """A shape, its nodes in the order of how often they should be right: the first so many are a tree too."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        ordered = sorted(paths, key=lambda path: (-_worth(path), len(path), path))
+        place_of = {path: place for place, path in enumerate(ordered)}
+        self.depth = max(map(len, ordered))
+        counts = [0] * (self.depth + 1)
+        self.nodes = []
+        for path in ordered:
+            depth = len(path)
+            self.nodes.append(Node(place_of.get(path[:-1], -1), depth, path[-1], counts[depth]))
+            counts[depth] += 1
+        self.parents = [node.parent for node in self.nodes]
+        self.num_entries = len(set(self.parents) - {-1})  # nodes that have children
+
+    def at(self, depth: int) -> list[int]:
+        """The places of the nodes of a depth, in their order."""
+        return [place for place, node in enumerate(self.nodes) if node.depth == depth]
+
+    def children(self, place: int) -> list[int]:
+        """The places of a node's children, or of the root's for -1, in the order of their ranks."""
+        return sorted((i for i, node in enumerate(self.nodes) if node.parent == place), key=lambda i: self.nodes[i].rank)
+
+    def ranks_after(self, places: Sequence[int]) -> int:
+        """How many tokens must be known after each of these nodes."""
+        return 1 + max((node.rank for node in self.nodes if node.parent in set(places)), default=-1)
+
+    def rows(self, limits: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
+        """The places that each row gets: the first so many, none deeper than so."""
+        return [
+            [place for place, node in enumerate(self.nodes[:limit]) if node.depth <= depth]
+            for limit, depth in zip(limits, depths, strict=True)
+        ]
+
+
+def parents_in(places: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The parents of some nodes of a tree, as places among these nodes; their parents are among them."""
+    place_of = {place: i for i, place in enumerate(places)}
+    return [place_of.get(parents[place], -1) for place in places]
+
+
+def pruned_product(num_nodes: int, depth: int, width: int = len(RANK_SHARES)) -> list[Path]:
+    """The `num_nodes` paths that are most often right, of at most so many tokens and ranks below `width`."""
+    found: list[Path] = []
+    waiting = [(-RANK_SHARES[0], (0,))]
+    while waiting and len(found) < num_nodes:
+        worth, path = heapq.heappop(waiting)
+        found.append(path)
+        rank = path[-1]
+        if rank + 1 < width:
+            heapq.heappush(waiting, (worth / RANK_SHARES[rank] * RANK_SHARES[rank + 1], (*path[:-1], rank + 1)))
+        if len(path) < depth:
+            heapq.heappush(waiting, (worth * RANK_SHARES[0], (*path, 0)))
+    return found
+
+
+def checked_choices(choices: Sequence[Sequence[int]], most_depth: int | None = None) -> list[Path]:
+    """Paths as the user gave them. Raises UserError, with the numbers, for what is no tree."""
+    paths = [tuple(path) for path in choices]
+    known = set(paths)
+    if not 1 <= len(paths) <= MOST_NODES:
+        raise UserError(f"spec.choices has {len(paths)} nodes: a tree has 1 to {MOST_NODES}.")
+    for place, path in enumerate(paths):
+        where = f"spec.choices[{place}]={list(path)}"
+        if not path or min(path) < 0:
+            raise UserError(f"{where}: a path is one rank or more, each 0 (the most likely token) or above.")
+        if paths.index(path) != place:
+            raise UserError(f"{where}: the path is there already, as spec.choices[{paths.index(path)}].")
+        if len(path) > 1 and path[:-1] not in known:
+            raise UserError(f"{where}: its parent {list(path[:-1])} is not among spec.choices.")
+        if most_depth is not None and len(path) > most_depth:
+            raise UserError(f"{where} is {len(path)} tokens deep, and there are {most_depth} heads, one for each depth.")
+    return paths
+
+
+def checked_number(name: str, value: int, least: int, most: int) -> int:
+    """An option's value. Raises UserError when it is not within least .. most."""
+    if not least <= value <= most:
+        raise UserError(f"spec.{name} must be a whole number from {least} to {most} for a tree, got {value}.")
+    return value
+
+
+def _worth(path: Path) -> float:
+    worth = 1.0
+    for rank in path:  # beyond the known ranks ever less, so that every child is worth less than its parent
+        worth *= RANK_SHARES[rank] if rank < len(RANK_SHARES) else RANK_SHARES[-1] / (2 + rank - len(RANK_SHARES))
+    return worth
