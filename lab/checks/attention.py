@@ -60,7 +60,7 @@ BUSH = tuple(-1 if node < 5 else node // 4 for node in range(50))
 
 
 def check_trees(entry: Entry, options: Any) -> None:
-    """If declared: a node of a tree of drafts sees the text and its own path, and no other node, whatever else is in the step."""
+    """If declared: a node of a tree of drafts sees the text and its own path, and no other node, whatever else there is."""
     _ask_for(entry, "tree_verify")
     features = entry.capabilities.features
     rows = ((300, 13), (0, 20), (31, 11), (100, 1), (15, 51), (64, 4), (1, 1 + 12), (1023, 11))
@@ -99,7 +99,8 @@ def check_move(entry: Entry, options: Any) -> None:
     sources, targets = [7, 20, 59, 13, 33], [3, 7, 21, 14, 32]  # one is overwritten, and read as it was
     for (kv_dtype, kind), device in itertools.product(kinds, devices_of(entry)):
         trial = Trial(replace(case, kv_dtype=kv_dtype, kv_scales=kind), device, seed=0)
-        backend = make_backend(entry, options, spec_of(trial.case, device))
+        spec = spec_of(trial.case, device)
+        backend = make_backend(entry, options, spec)
         kv = trial.poisoned(backend)
         trial.write_contexts(backend, kv)
         everything = torch.arange(trial.num_blocks, device=device)
@@ -109,9 +110,7 @@ def check_move(entry: Entry, options: Any) -> None:
         wanted = before.clone()
         wanted[slots[1]] = before[slots[0]]
         if not torch.equal(backend.export_blocks(kv, everything).flatten(0, 1).nan_to_num(7.0), wanted):
-            raise CheckFailed(
-                f"move did not copy the slots as they were, or changed others (KV dtype {kv_dtype or 'as it is'})"
-            )
+            raise CheckFailed(f"move did not copy the slots as they were, or changed others (KV dtype {spec.kv_dtype})")
 
 
 def check_shared_prefixes(entry: Entry, options: Any) -> None:

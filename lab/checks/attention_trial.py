@@ -305,8 +305,8 @@ class Trial:
     def _scores(
         self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0, chained: bool = False
     ) -> torch.Tensor:
-        """The scores by the definition; `scale` times the right scale, `ahead` keys after the query seen, and a tree taken for a
-        chain are faults.
+        """The scores by the definition; `scale` times the right scale, `ahead` keys after the query seen, and a tree as if it
+        were a chain are faults.
         """
         case = self.case
         k_SNH = self.keys[row].double().repeat_interleave(case.num_heads // case.num_kv_heads, 1)
