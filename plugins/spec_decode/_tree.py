@@ -31,6 +31,8 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """A draft's place in the tree."""
+
     parent: int  # place in the tree, -1 for the root
     depth: int  # from 1
     rank: int  # among the tokens that may follow its parent, 0 the most likely
