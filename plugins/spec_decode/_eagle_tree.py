@@ -17,10 +17,10 @@ from ._tree import (
     DEFAULT_NODES,
     MOST_NODES,
     StaticTree,
-    checked_choices,
     checked_number,
+    no_shape_asked,
     parents_in,
-    pruned_product,
+    static_tree,
 )
 
 Run = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, states_TD, ids_T) -> states one token further on
@@ -127,15 +127,10 @@ def propose_static(tree: StaticTree, view: ProposeView, levels: Levels, logits: 
 
 def tree_of(options: Any) -> DynamicTree | StaticTree | None:
     """The tree that eagle's options ask for, None for a chain. Raises UserError, with the numbers, for what is none."""
-    if options.tree != "static" and options.choices is not None:
-        raise UserError(f"spec.choices is the shape of a static tree, and spec.tree is {options.tree}. Set spec.tree=static.")
-    if options.tree == "none":
-        return None
-    if options.tree == "static":
-        if options.choices is not None:
-            return StaticTree(checked_choices(options.choices))
-        num = checked_number("num_drafts", DEFAULT_NODES if options.num_drafts is None else options.num_drafts, 1, MOST_NODES)
-        return StaticTree(pruned_product(num, checked_number("depth", options.depth, 1, MOST_NODES)))
+    if options.tree != "dynamic":
+        return static_tree(options)
+    if options.choices is not None:
+        raise no_shape_asked(options)
     tree = DynamicTree(
         checked_number("depth", options.depth, 1, MOST_NODES), checked_number("top_k", options.top_k, 1, MOST_NODES)
     )
@@ -150,10 +145,7 @@ def tree_of(options: Any) -> DynamicTree | StaticTree | None:
 def num_nodes(options: Any, tree: DynamicTree | StaticTree) -> int:
     """How many nodes are proposed at most. Raises UserError when that is not what spec.num_drafts says."""
     if isinstance(tree, StaticTree):
-        num = len(tree.nodes)
-        if options.num_drafts not in (None, num):
-            raise UserError(f"spec.num_drafts={options.num_drafts}, and spec.choices has {num} nodes: leave out the first.")
-        return num
+        return len(tree.nodes)
     asked = DEFAULT_NODES if options.num_drafts is None else checked_number("num_drafts", options.num_drafts, 1, MOST_NODES)
     most = tree.top_k + (tree.depth - 1) * tree.top_k**2
     if options.num_drafts is not None and asked > most:

@@ -8,6 +8,7 @@ nodes that are most often right if a token of rank k is right as often as RANK_S
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lab.api import UserError
 
@@ -96,7 +97,28 @@ def pruned_product(num_nodes: int, depth: int, width: int = len(RANK_SHARES)) ->
     return found
 
 
-def checked_choices(choices: Sequence[Sequence[int]], most_depth: int | None = None) -> list[Path]:
+def static_tree(options: Any) -> StaticTree | None:
+    """The tree of fixed shape that a proposer's options ask for, None for a chain. Raises UserError for what is none."""
+    if options.tree == "none":
+        if options.choices is not None:
+            raise no_shape_asked(options)
+        return None
+    num = options.num_drafts
+    if options.choices is None:
+        num = checked_number("num_drafts", DEFAULT_NODES if num is None else num, 1, MOST_NODES)
+        return StaticTree(pruned_product(num, checked_number("depth", options.depth, 1, MOST_NODES)))
+    tree = StaticTree(checked_choices(options.choices))
+    if num not in (None, len(tree.nodes)):
+        raise UserError(f"spec.num_drafts={num}, and spec.choices has {len(tree.nodes)} nodes: leave out the first.")
+    return tree
+
+
+def no_shape_asked(options: Any) -> UserError:
+    """The error for choices where no tree of fixed shape is asked for."""
+    return UserError(f"spec.choices is the shape of a static tree, and spec.tree is {options.tree}. Set spec.tree=static.")
+
+
+def checked_choices(choices: Sequence[Sequence[int]]) -> list[Path]:
     """Paths as the user gave them. Raises UserError, with the numbers, for what is no tree."""
     paths = [tuple(path) for path in choices]
     known = set(paths)
@@ -110,8 +132,6 @@ def checked_choices(choices: Sequence[Sequence[int]], most_depth: int | None = N
             raise UserError(f"{where}: the path is there already, as spec.choices[{paths.index(path)}].")
         if len(path) > 1 and path[:-1] not in known:
             raise UserError(f"{where}: its parent {list(path[:-1])} is not among spec.choices.")
-        if most_depth is not None and len(path) > most_depth:
-            raise UserError(f"{where} is {len(path)} tokens deep, and there are {most_depth} heads, one for each depth.")
     return paths
 
 

@@ -117,7 +117,13 @@ class Flash(Attention):
         self._kernels.write(k_TKH, v_TKH, kv, slots_T)
 
     def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
-        self._kernels.move(kv, from_X, to_X)
+        if isinstance(self._kernels, CpuKernels):
+            return self._kernels.move(kv, from_X, to_X)
+        size = self.spec.block_size
+        parts = [self._rows(kv)] + ([self._scales(kv, kv)] if self.spec.kv_scales == "token_head" else [])
+        for part in parts:
+            part[to_X // size, :, :, to_X % size] = part[from_X // size, :, :, from_X % size]
+        return None
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)
