@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lab/team.h"
 #include "plan.h"
 #include "quantized.h"
 
@@ -77,6 +78,7 @@ inline void copy_bytes(const char* from, char* to, int64_t bytes) {
 }
 
 constexpr int64_t kWriteBytes = 1 << 17;  // less than this is written before other threads wake up
+constexpr int64_t kWriteAhead = 4;  // tokens between the one that is written and the one whose places are asked for
 
 // The cache's sizes and where its parts lie.
 struct Layout {
@@ -138,29 +140,48 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
   const float* scales = to.has_fixed_scales ? fixed_scales(kv, to) : nullptr;
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   char* cache = (char*)kv.data_ptr();
-  const int64_t grain = std::max<int64_t>(1, kWriteBytes / (2 * to.heads * row_bytes));
-  at::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) {
-    for (int64_t token = first; token < last; token++) {
-      if (slot[token] < 0) continue;
-      const int64_t block = slot[token] / to.block_size, offset = slot[token] - block * to.block_size;
-      for (int64_t head = 0; head < to.heads; head++) {
-        char* place = cache + (block * to.heads + head) * to.head_bytes;
-        for (int64_t half = 0; half < 2; half++) {
-          const char* values = sources[half].row(token, head);
-          if (is_quantized) {
-            const float* scale = scales ? scales + half * to.heads + head : nullptr;
-            write_quantized(sources[half], values, dim, to, place, half, offset, scale);
-            continue;
-          }
-          char* row = place + (half * to.block_size + offset) * row_bytes;
-          if (sources[half].type == to.type) {
-            copy_bytes(values, row, dim * size);
-          } else {
-            convert_row(values, row, dim);
-          }
-          if (dim < to.padded) std::memset(row + dim * size, 0, (to.padded - dim) * size);
-        }
+  const auto place_of = [&](int64_t token, int64_t head) {
+    return cache + (slot[token] / to.block_size * to.heads + head) * to.head_bytes;
+  };
+  // A step of decodes writes a line here and a line there, each far from the CPU: they are fetched side by side.
+  const auto ask = [&](int64_t token) {
+    if (slot[token] < 0) return;
+    for (int64_t head = 0; head < to.heads; head++) {
+      const char* row = place_of(token, head) + slot[token] % to.block_size * row_bytes;
+      for (int64_t i = 0; i < row_bytes; i += 64) {
+        __builtin_prefetch(row + i, 1);
+        __builtin_prefetch(row + to.block_size * row_bytes + i, 1);
       }
+    }
+  };
+  const auto write_token = [&](int64_t token) {
+    if (slot[token] < 0) return;
+    const int64_t offset = slot[token] % to.block_size;
+    for (int64_t head = 0; head < to.heads; head++) {
+      char* place = place_of(token, head);
+      for (int64_t half = 0; half < 2; half++) {
+        const char* values = sources[half].row(token, head);
+        if (is_quantized) {
+          const float* scale = scales ? scales + half * to.heads + head : nullptr;
+          write_quantized(sources[half], values, dim, to, place, half, offset, scale);
+          continue;
+        }
+        char* row = place + (half * to.block_size + offset) * row_bytes;
+        if (sources[half].type == to.type) {
+          copy_bytes(values, row, dim * size);
+        } else {
+          convert_row(values, row, dim);
+        }
+        if (dim < to.padded) std::memset(row + dim * size, 0, (to.padded - dim) * size);
+      }
+    }
+  };
+  const int64_t threads = tokens * to.heads * row_bytes * 2 < kWriteBytes ? 1 : at::get_num_threads();
+  lab::in_runs(tokens, threads, tokens / (4 * threads), [&](int64_t first, int64_t last, int64_t) {
+    for (int64_t token = first; token < std::min(last, first + kWriteAhead); token++) ask(token);
+    for (int64_t token = first; token < last; token++) {
+      if (token + kWriteAhead < last) ask(token + kWriteAhead);
+      write_token(token);
     }
   });
 }
@@ -239,11 +260,9 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);
   const Item* items = plan.items();
-  const int count = plan.num_items, threads = plan.threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int i = 0; i < count; i++) {
-    kernels.attend(c, items[i], i + threads < count ? items + i + threads : nullptr, scratch());
-  }
+  lab::in_runs(plan.num_items, plan.threads, 1, [&](int64_t i, int64_t, int64_t) {
+    kernels.attend(c, items[i], i + 1 < plan.num_items ? items + i + 1 : nullptr, scratch());
+  });
   if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }
 

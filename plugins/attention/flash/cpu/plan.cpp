@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lab/team.h"
 #include "prefixes.h"
 
 namespace flash {
@@ -95,6 +96,7 @@ class Planner {
     for (size_t r = 0; r < rows.size(); r++) add_row(r);
     for (const Prefix& prefix : prefixes.found) add_prefix(prefix);
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    deal_out();
   }
 
  private:
@@ -105,6 +107,20 @@ class Planner {
   const int64_t tokens;  // that one item takes, at most
   Prefixes prefixes;
   int64_t share = 1;  // of the cost, for an item
+
+  // Into the shares that threads begin with: to each in turn the dearest that is left.
+  void deal_out() {
+    const int64_t count = items.size(), threads = std::min(how.threads, count);
+    std::vector<Item> dealt;
+    dealt.reserve(count);
+    int64_t rest = threads ? count / threads * threads : 0;
+    for (int64_t t = 0; t < threads; t++) {
+      const int64_t share = lab::share_begin(count, t + 1, threads) - lab::share_begin(count, t, threads);
+      for (int64_t i = 0; i < count / threads; i++) dealt.push_back(items[i * threads + t]);
+      if (share > count / threads) dealt.push_back(items[rest++]);
+    }
+    items = std::move(dealt);
+  }
 
   // As many tokens as share a tile's packing, unless threads would go without work.
   int64_t tokens_of_an_item() const {

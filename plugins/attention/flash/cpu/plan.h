@@ -45,7 +45,7 @@ struct How {
   bool batch_invariant;
 };
 
-// Cuts a step into items, the dearest first, in memory of so many bytes as it asks for.
+// Cuts a step into items, in the order in which lab/team.h gives them to threads, in memory of so many bytes as it asks for.
 void plan(const StepRows& step, const How& how, const std::function<void*(int64_t)>& allocate);
 
 }  // namespace flash
