@@ -3,6 +3,7 @@
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,7 +178,39 @@ class SinksOfOtherHeads(Eager):
         return super().sinks(kv).roll(1)
 
 
+class TakesTreesForChains(Eager):
+    def plan(self, batch, reuse=None):
+        return super().plan(checks.replace(batch, trees=None))
+
+
+class WindowsBySlots(Eager):
+    """As one that takes the slot of a tree's node for its position."""
+
+    def plan(self, batch, reuse=None):
+        plan = super().plan(batch)
+        trees = {
+            row: checks.replace(tree, positions_Q=plan.ctx_len[row] - len(tree.positions_Q) + np.arange(len(tree.positions_Q)))
+            for row, tree in plan.trees.items()
+        }
+        return type(plan)(plan.q_start, plan.ctx_len, plan.blocks_RM, trees)
+
+
+class MovesOneByOne(Eager):
+    def move(self, kv, from_X, to_X):
+        for i in range(len(from_X)):
+            super().move(kv, from_X[i : i + 1], to_X[i : i + 1])
+
+
+class MovesKeysAlone(Eager):
+    def move(self, kv, from_X, to_X):
+        super().move(kv[:1], from_X, to_X)
+
+
 FAULTS = [  # the fault, a check that finds it, and what the reason says
+    (TakesTreesForChains, "check_trees", "its values are those of a chain: nodes see others that are not on their path"),
+    (WindowsBySlots, "check_trees", "a wrong block, position, mask or scale"),
+    (MovesOneByOne, "check_move", "move did not copy the slots as they were"),
+    (MovesKeysAlone, "check_move", "move did not copy the slots as they were"),
     (IgnoresSinks, "check_sinks", "off by"),
     (ScalesSinks, "check_sinks", "off by"),
     (SinksOfOtherHeads, "check_sinks", "off by"),
