@@ -73,7 +73,9 @@ class DynamicTree:
         for level in range(1, depth + 1):
             logits_LV = logits(levels.hidden_RFD.flatten(0, 1))
             top_LK, ids_LK = logits_LV.topk(min(self.top_k, logits_LV.shape[1]), -1)
-            sure_LK = top_LK - logits_LV.logsumexp(-1, keepdim=True)
+            sure_LK = (top_LK - logits_LV.logsumexp(-1, keepdim=True)).clamp_(
+                max=0.0
+            )  # rounding puts no child before its parent
             scores_RC = (chosen_scores_RF1 + sure_LK.unflatten(0, (num_rows, -1))).flatten(1)
             ids_RC = target_ids(ids_LK).view(num_rows, -1)
             num_before = sum(part.shape[1] for part in parents)

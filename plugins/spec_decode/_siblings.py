@@ -45,11 +45,16 @@ class Siblings:
         ids_RK = logits_RV.topk(min(max(ranks) + 1, logits_RV.shape[1]), -1).indices
         chosen_RS = ids_RK[:, torch.tensor(ranks, device=ids_RK.device)]
         if len(self._drawn):
-            chosen_RS[self._drawn_X] = self._draw(places, logits_RV[self._drawn_X])
+            chosen_RS[self._drawn_X], probs_XSV = self._draw(places, logits_RV[self._drawn_X])
         self._ids_RS[:, places] = chosen_RS if self._draft_ids is None else self._draft_ids[chosen_RS]
         if len(self._drawn):
-            self._probs_RSV[:, places] = self._probs_RSV[:, places].scatter(2, self._ids_RS[:, places, None], 1.0)
-            self._probs_RSV[self._drawn_X[:, None], torch.tensor(places, device=ids_RK.device)] = self._of_drawn_XSV
+            of_places_RSV = torch.zeros_like(self._probs_RSV[:, places]).scatter_(2, self._ids_RS[:, places, None], 1.0)
+            of_places_RSV[self._drawn_X] = 0.0
+            ids_V = slice(0, probs_XSV.shape[2]) if self._draft_ids is None else self._draft_ids
+            of_drawn_XSV = of_places_RSV[self._drawn_X]
+            of_drawn_XSV[:, :, ids_V] = probs_XSV
+            of_places_RSV[self._drawn_X] = of_drawn_XSV
+            self._probs_RSV[:, places] = of_places_RSV
 
     def ids(self, places: list[int]) -> torch.Tensor:
         """The target's ids of these nodes: RF."""
@@ -70,23 +75,25 @@ class Siblings:
             [parents_in(places, self._tree.parents) for places in rows],
         )
 
-    def _draw(self, places: list[int], logits_XV: torch.Tensor) -> torch.Tensor:
-        """Draw siblings for the rows that do, in the draft model's ids: XS. Keeps the distribution of each."""
-        probs_XV = (logits_XV / self._temperatures_X1).softmax(-1).double()
-        drawn, kept = [], []
+    def _draw(self, places: list[int], logits_XV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw siblings for the rows that do, in the draft model's ids: XS, and the distribution of each, XSV.
+
+        Where the earlier siblings leave nothing, as at a low temperature, any other token may come.
+        """
+        left_XV = (logits_XV / self._temperatures_X1).double().softmax(-1)
+        taken_XV = torch.zeros_like(left_XV, dtype=torch.bool)
+        drawn, probs = [], []
         for place in places:
             node = self._tree.nodes[place]
-            probs_XV = probs_XV / probs_XV.sum(-1, keepdim=True)
+            total_X1 = left_XV.sum(-1, keepdim=True)
+            left_XV = torch.where(total_X1 > 0, left_XV / total_X1, (~taken_XV).double() / (~taken_XV).sum(-1, keepdim=True))
             uniforms_X = torch.from_numpy(self._view.uniforms_RDS[self._drawn, node.depth - 1, node.place])
-            ids_X = drawn_ids(probs_XV, uniforms_X.to(probs_XV.device))
+            ids_X = drawn_ids(left_XV, uniforms_X.to(left_XV.device))
             drawn.append(ids_X)
-            kept.append(probs_XV)
-            probs_XV = probs_XV.scatter(1, ids_X[:, None], 0.0)
-        of_drawn = torch.stack(kept, 1).float()
-        self._of_drawn_XSV = of_drawn.new_zeros(*of_drawn.shape[:2], self._probs_RSV.shape[2])
-        ids_V = slice(0, of_drawn.shape[2]) if self._draft_ids is None else self._draft_ids
-        self._of_drawn_XSV[:, :, ids_V] = of_drawn
-        return torch.stack(drawn, 1)
+            probs.append(left_XV.float())
+            taken_XV.scatter_(1, ids_X[:, None], True)
+            left_XV = left_XV.masked_fill(taken_XV, 0.0)
+        return torch.stack(drawn, 1), torch.stack(probs, 1)
 
 
 def drawn_ids(probs_XV: torch.Tensor, uniforms_X: torch.Tensor) -> torch.Tensor:

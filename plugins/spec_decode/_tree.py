@@ -79,7 +79,7 @@ class StaticTree:
 def parents_in(places: Sequence[int], parents: Sequence[int]) -> list[int]:
     """The parents of some nodes of a tree, as places among these nodes; their parents are among them."""
     place_of = {place: i for i, place in enumerate(places)}
-    return [place_of.get(parents[place], -1) for place in places]
+    return [-1 if parents[place] == -1 else place_of[parents[place]] for place in places]
 
 
 def pruned_product(num_nodes: int, depth: int, width: int = len(RANK_SHARES)) -> list[Path]:
@@ -111,6 +111,15 @@ def static_tree(options: Any) -> StaticTree | None:
     if num not in (None, len(tree.nodes)):
         raise UserError(f"spec.num_drafts={num}, and spec.choices has {len(tree.nodes)} nodes: leave out the first.")
     return tree
+
+
+def check_ranks(tree: StaticTree, num_tokens: int) -> None:
+    """Raises UserError when a draft model that can propose so many tokens has none of some rank."""
+    most = max(node.rank for node in tree.nodes)
+    if most >= num_tokens:
+        raise UserError(
+            f"the tree asks for a token of rank {most}, and the head can propose {num_tokens} tokens: ranks count from 0."
+        )
 
 
 def no_shape_asked(options: Any) -> UserError:

@@ -18,6 +18,7 @@ from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target
 from ._chain import Choice
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
 from ._siblings import Siblings
+from ._tree import StaticTree, check_ranks
 
 HEADS = Path(__file__).parent / "heads"
 SHIPPED = {"smollm2": ("smollm2-eagle3", "eagle3")}  # by model.path: the head's folder and format
@@ -60,6 +61,9 @@ class Eagle(Proposer):
             raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
         folder, kind = self._find(target)
         self._head = target.load_head(folder, kind)
+        if isinstance(self._tree, StaticTree):
+            draft_ids = self._head.draft_ids
+            check_ranks(self._tree, target.config.vocab_size if draft_ids is None else len(draft_ids))
         self.attention_layers = self._head.attention_layers
         self.aux_layers = self._head.aux_layers
 

@@ -10,7 +10,7 @@ from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target
 
 from ._chain import Choice
 from ._siblings import Siblings
-from ._tree import StaticTree, static_tree
+from ._tree import StaticTree, check_ranks, static_tree
 
 
 @register("spec", "medusa")
@@ -52,7 +52,10 @@ class Medusa(Proposer):
         self._heads = target.load_head(folder, "medusa1")
         if self._tree is not None and self._tree.depth > self._heads.num_heads:
             raise UserError(f"a tree of depth {self._tree.depth} was asked for: {folder} has {self._heads.num_heads} heads.")
-        if self._tree is None and self.num_drafts > self._heads.num_heads:
+        if self._tree is not None:
+            draft_ids = self._heads.draft_ids
+            check_ranks(self._tree, target.config.vocab_size if draft_ids is None else len(draft_ids))
+        elif self.num_drafts > self._heads.num_heads:
             raise UserError(f"spec.num_drafts {self.num_drafts}: {folder} has {self._heads.num_heads} heads.")
 
     def observe(self, step: StepView) -> None:
