@@ -136,6 +136,27 @@ INLINE int position_of(const Call& c, const Item& item, int lane) {
   return item.is_shared ? item.position : item.position + lane / c.group;
 }
 
+// The path of a lane's token in its row's tree of drafts: bit i is node i, its own included.
+INLINE uint64_t path_of(const Call& c, const Item& item, int lane) {
+  return load_as<uint64_t>(c.ancestors + 2 * token_of(c, item, lane));
+}
+
+// The first key that a lane sees by its window. The position in the text of a tree's node goes by its depth.
+INLINE int window_begin(const Call& c, const Item& item, int lane) {
+  int position = position_of(c, item, lane);
+  if (position >= item.tree_start) position = item.tree_start - 1 + __builtin_popcountll(path_of(c, item, lane));
+  return position - c.window + 1;
+}
+
+// Which of the 32 keys from `start` on a lane sees, as far as its row's tree of drafts says: bit k is key start + k.
+INLINE uint32_t nodes_seen(const Call& c, const Item& item, int lane, int start) {
+  const int before = item.tree_start - start;  // keys that are no nodes
+  if (before >= 32) return ~0u;
+  const uint64_t path = path_of(c, item, lane);
+  if (before > 0) return uint32_t(path << before) | ((1u << before) - 1);
+  return before > -64 ? uint32_t(path >> -before) : 0;
+}
+
 INLINE const void* query(const Call& c, const Item& item, int lane) {
   const int64_t token = token_of(c, item, lane), head = item.kv_head * c.group + lane % c.group;
   return (const char*)c.q + (token * c.q_stride_t + head * c.q_stride_n) * size_of(c.type);
