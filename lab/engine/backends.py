@@ -14,6 +14,13 @@ from lab.model.layers.attention import AttentionLayer
 from lab.settings import Settings
 
 
+def asked_by_drafts(proposer: Proposer) -> set[str]:
+    """The features that verifying its drafts asks of the model's attention."""
+    if not proposer.num_drafts:
+        return set()
+    return {"spec_verify", "tree_verify"} if proposer.tree_depth else {"spec_verify"}
+
+
 def backends_of(
     settings: Settings,
     layers: Sequence[AttentionLayer],

@@ -18,7 +18,7 @@ from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
-from lab.engine.backends import backends_of, draft_backends_of, dtype_name
+from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name
 from lab.engine.drafts import check_layers_fit, check_trees_fit
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
@@ -66,10 +66,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
     check_trees_fit(settings, model.attention_layers, proposer)
-    drafts = {"spec_verify"} if proposer.num_drafts > 0 else set()
-    if proposer.tree_depth:
-        drafts.add("tree_verify")
-    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, drafts)
+    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer))
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
