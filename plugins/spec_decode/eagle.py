@@ -110,7 +110,7 @@ class Eagle(Proposer):
 
     def _run(self, batch: Any, states_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         with self.cache.running(batch):
-            return self._head(states_TD, self.target.embed(ids_T), batch.positions_T)
+            return self._head.run(states_TD, ids_T, batch.positions_T)
 
     def _next(self, choice: Choice, hidden_RD: torch.Tensor) -> torch.Tensor:
         if choice.needs_logits:

@@ -13,7 +13,7 @@ from lab.sampling_params import SamplingParams
 from tests.sample.reference import chi_square_p
 from tests.sample.rig import CPU, GREEDY, generate, make
 
-NUM_DRAWS, BATCH = 12_000, 2000
+NUM_DRAWS, BATCH = 6_000, 1000
 
 
 def test_a_tree_knows_depths_and_paths():
@@ -160,7 +160,7 @@ def without_replacement(tree):
 
 
 @pytest.mark.parametrize("draw_of", [independent, without_replacement])
-@pytest.mark.parametrize("parents", [(-1, -1, -1, 0, 0, 1, 2), (-1, -1, 0, 1, 1), (-1, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("parents", [(-1, -1, -1, 0, 0, 1, 2), (-1, 0, 0, 0)], ids=str)
 def test_drawn_siblings_leave_the_distribution_alone(parents, draw_of):
     """The first two tokens, against their exact joint probabilities."""
     tree = Tree.of(parents)
@@ -172,7 +172,7 @@ def test_drawn_siblings_leave_the_distribution_alone(parents, draw_of):
         if len(tokens) > 1:
             pairs[tokens[0], tokens[1]] += 1
     for token in range(4):  # given that a first draft was accepted the second follows its own distribution
-        assert pairs[token].sum() > 80
+        assert pairs[token].sum() > 40
         assert chi_square_p(pairs[token].tolist(), TARGET[token]) > 1e-4
     assert max(map(len, found)) == 1 + tree.depth
 
@@ -183,5 +183,5 @@ def test_more_siblings_are_accepted_more_often():
         tree = Tree.of([-1] * width)
         found = verify_many(TARGET, tree, without_replacement(tree))
         rates.append(np.mean([len(tokens) - 1 for tokens in found]))
-    assert abs(rates[0] - np.minimum(PROPOSAL, TARGET[0]).sum()) < 0.02
+    assert abs(rates[0] - np.minimum(PROPOSAL, TARGET[0]).sum()) < 0.03
     assert rates == sorted(rates) and rates[-1] == 1.0

@@ -100,8 +100,9 @@ TREES = {  # and whether the same seeds must give the same tokens as without dra
 }
 
 
+@pytest.mark.parametrize("target", ["temperature", "penalties", "min_tokens"], indirect=True)
 def test_outputs_are_the_targets_with_every_tree(folder, target, tmp_path):
-    """Under every mix of parameters of test_exact: each node's history is its own path's."""
+    """Each node's history is its own path's."""
     params, pairs = target
     heads = {
         "eagle": draft_heads.random(tmp_path / "eagle", folder, "eagle3"),
