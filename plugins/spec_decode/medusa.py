@@ -23,7 +23,7 @@ class Medusa(Proposer):
     @dataclass(frozen=True)
     class Options:
         head: str | None = None  # folder of the heads; must be given
-        num_drafts: int | None = None  # tokens proposed for a row and step; null: 3 in a chain, 16 in a tree
+        num_drafts: int | None = None  # tokens proposed for a row and step; null: 3 in a chain, 8 in a tree
         draw: bool = (
             True  # for requests that sample: draw drafts from the heads' distributions; false: their most likely tokens
         )
