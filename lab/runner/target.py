@@ -12,6 +12,7 @@ from lab.model.config import ModelConfig, read_config
 from lab.model.decoder import Decoder
 from lab.model.draft_head import load_head
 from lab.model.medusa_head import load_medusa
+from lab.model.mtp_head import load_mtp
 from lab.model.source import resolve_model
 
 
@@ -42,6 +43,9 @@ class BoundTarget:
         if kind == "medusa1":
             return load_medusa(folder, self.model, self.config, self.model.build)
         return load_head(folder, kind, self.model, self.config, self.model.build)
+
+    def load_mtp(self, folder: Path | None) -> nn.Module:
+        return load_mtp(folder or resolve_model(self.name), self.model, self.config, self.model.build)
 
     def load_model(self, path: str) -> nn.Module:
         folder = resolve_model(path)

@@ -15,6 +15,7 @@ import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
+from ._bits import keeping_bits
 from ._chain import Choice
 
 HEADS = Path(__file__).parent / "heads"
@@ -42,6 +43,10 @@ class Eagle(Proposer):
             raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
         self.num_drafts = options.num_drafts
         self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
