@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "metrics": LEAVES | {"api", "registry", "model", "metrics"},
     "engine": LEAVES | {"registry", "config", "kv", "sched", "model", "sample", "compile", "runner", "metrics", "engine"},
     "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},
-    "train": LEAVES | {"registry", "engine", "model", "bench", "train"},
+    "train": LEAVES | {"registry", "engine", "model", "compile", "bench", "train"},
     "checks": LEAVES | {"registry", "kv", "sched", "model", "sample", "runner", "engine", "checks"},
     "report": LEAVES | {"metrics", "report"},
     "cli": LEAVES

@@ -14,18 +14,24 @@ from lab.model.layers.attention import AttentionLayer
 from lab.settings import Settings
 
 
+def asked_by_drafts(proposer: Proposer) -> set[str]:
+    """The features that verifying its drafts asks of the model's attention."""
+    if not proposer.num_drafts:
+        return set()
+    return {"spec_verify", "tree_verify"} if proposer.tree_depth else {"spec_verify"}
+
+
 def backends_of(
     settings: Settings,
     layers: Sequence[AttentionLayer],
     dtype: torch.dtype,
     device: torch.device,
     chosen: dict[str, Resolved],
-    *,
-    drafts: bool,
+    drafts: set[str],
 ) -> list[Attention]:
     """The attention backend of each layer; layers of one shape share one. Records the choice in `chosen` under `attention`.
 
-    With `drafts` they must verify several tokens of a row in one step.
+    `drafts`: the features that drafts ask for.
     """
     name = settings.cache.dtype
     kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
@@ -48,7 +54,7 @@ def backends_of(
             has_sinks=layer.sinks_N is not None,
         )
         if spec not in of_spec:
-            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
+            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts))
             key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
             chosen[key] = resolved
             of_spec[spec] = resolved.make(spec)
@@ -64,13 +70,14 @@ def draft_backends_of(
     """
     plain = replace(settings, cache=replace(settings.cache, dtype="auto", scales="auto"))
     own: dict[str, Resolved] = {}
-    backends = backends_of(plain, proposer.attention_layers, dtype, device, own, drafts=False)
+    trees = {"tree_verify"} if proposer.tree_depth else set()  # drafted level by level
+    backends = backends_of(plain, proposer.attention_layers, dtype, device, own, trees)
     chosen.update({f"spec.{key}": resolved for key, resolved in own.items()})
     return backends
 
 
-def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
-    features = set()
+def _attention_needs(spec: AttentionSpec, drafts: set[str]) -> Needs:
+    features = set(drafts)
     if spec.num_heads != spec.num_kv_heads:
         features.add("gqa")
     if spec.sliding_window is not None:
@@ -79,8 +86,6 @@ def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
         features.add("softcap")
     if spec.kv_scales == "token_head":
         features.add("token_head_scales")
-    if drafts:
-        features.add("spec_verify")
     if spec.batch_invariant:
         features.add("batch_invariant")
     if spec.has_sinks:

@@ -15,17 +15,17 @@ from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
-from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
+from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
-from lab.engine.backends import backends_of, draft_backends_of, dtype_name
+from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name
+from lab.engine.drafts import check_layers_fit, check_trees_fit
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
 from lab.kv.blocks import BlockManager
-from lab.kv.groups import Grouping
 from lab.kv.scales import Ranges, fixed_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
@@ -34,7 +34,7 @@ from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
-from lab.runner.draft_cache import scratch_blocks
+from lab.runner.draft_cache import scratch_blocks, scratch_positions
 from lab.runner.runner import Limits, Runner
 from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
@@ -63,13 +63,14 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
+    model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
-    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=proposer.num_drafts > 0)
+    check_trees_fit(settings, model.attention_layers, proposer)
+    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer))
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
-    _check_drafts_fit(proposer, grouping)
+    check_layers_fit(proposer, grouping)
     limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
@@ -83,8 +84,9 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
         num_drafts=proposer.num_drafts,
         group_of=grouping.group_of,
     )
+    compiled = compile_heads(settings.compile, compiled, heads, device, _traced_plugins(chosen))
     warm_begin = time.perf_counter()
-    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    num_scratch = limits.max_rows * scratch_blocks(scratch_positions(proposer), limits.block_size)
     make_store = partial(
         KVStore,
         backends,
@@ -96,13 +98,14 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     )
     block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    draft_length.tree_depth = proposer.tree_depth
     runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
     kv_dtype = dtype_name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
-    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer.num_drafts)
+    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -124,11 +127,16 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
 
 
 def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, num_drafts: int
+    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, proposer: Proposer
 ) -> Scheduler:
-    policy = chosen["policy"].make()
     return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+        settings.scheduler,
+        blocks,
+        chosen["policy"].make(),
+        max_model_len=max_model_len,
+        num_drafts=proposer.num_drafts,
+        draft_depth=proposer.tree_depth or None,
+        debug=settings.debug,
     )
 
 
@@ -142,8 +150,8 @@ def _load(
     device: torch.device,
     max_model_len: int,
     model: nn.Module | None,
-) -> nn.Module:
-    """The model, unless it is given, with the proposer bound to it."""
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model, unless it is given, with the proposer bound to it, and the draft heads that it has."""
     name = settings.model.path
     moe = chosen["moe"].make()
     load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
@@ -158,9 +166,10 @@ def _load(
         )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another)
+    proposer.bind(target)
     model.aux_layers = tuple(proposer.aux_layers)
-    return model
+    return model, target.heads
 
 
 def _warm_runner(
@@ -238,15 +247,6 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
         found = f"{len(claims)} plugins claim it: {', '.join(claims)}" if claims else "no plugin reads it"
         raise UserError(f"the checkpoint's weight format '{method}': {found}. Choose one with +quant=NAME.")
     return PluginChoice(claims[0], choice.options)
-
-
-def _check_drafts_fit(proposer: Proposer, grouping: Grouping) -> None:
-    """A proposer's own layers use the block table of a model that keeps all tokens. Raises UserError for another."""
-    if proposer.attention_layers and not grouping.is_plain:
-        raise UserError(
-            f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
-            "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
-        )
 
 
 def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:

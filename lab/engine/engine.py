@@ -219,6 +219,7 @@ class Engine:
             "num_tokens": result.num_tokens,
             "num_requests": len(step.chunks),
             "num_drafts": sum(row.num_drafts for row in result.rows),
+            "draft_depth": sum(row.draft_depth for row in result.rows),
             "num_drafting": sum(row.num_drafts > 0 for row in result.rows),
             "num_accepted": sum(row.num_accepted for row in result.rows),
             "padded_to": result.padded_to,
