@@ -15,6 +15,7 @@ import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
+from ._bits import keeping_bits
 from ._chain import Choice
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
 from ._siblings import Siblings
@@ -54,6 +55,10 @@ class Eagle(Proposer):
             self.num_drafts, self.tree_depth = num_nodes(options, self._tree), self._tree.depth
             self.num_scratch = max(self._tree.num_entries, 1)
         self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
