@@ -59,7 +59,9 @@ def with_graph(model: nn.Module, device: torch.device, use: Callable[[Graph], An
         inputs.append(torch.zeros(EXAMPLE_TOKENS, model.states_width, dtype=model.build.dtype, device=device))
     for tensor in inputs:
         torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="tokens", min=1)
-    with torch.no_grad():
+    # what differs from the model captured before, such as a norm's epsilon, is still a constant, not an argument
+    constants = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False)
+    with torch.no_grad(), constants:
         torch.compile(fresh, backend=backend, fullgraph=True)(*inputs)
     (result,) = found
     return result

@@ -5,6 +5,7 @@ on the CPU rounded up to 32 with the rest of each row zero, so that its kernels 
 
 A quantized cache with scales of each token and head is kv[P, K, S]: of a block and KV head the keys, the values, then the
 scales of both in bfloat16, as one piece. With fixed scales it is kv[P + 1, K, 2, B, DP], and the last block begins with them.
+Sinks are in further blocks before that one.
 
 The kernels of a device are a class of `plan`, `write` and `attend` in a module of its own, imported where it is used.
 """
@@ -17,6 +18,7 @@ import torch
 from lab.api import Attention, AttentionSpec, Capabilities, UserError, dataclass, register
 
 from .._quantized import dequantize, fixed_scales, quantize, scales_of
+from ._sinks import sink_blocks, sinks_of
 from .cpu import LIBRARY, SOURCES, CpuKernels
 
 SCALE_BYTES = 2  # bfloat16
@@ -46,7 +48,8 @@ class Flash(Attention):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
         head_dims=set(range(8, 257, 8)),
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "lse", "batch_invariant"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "tree_verify", "token_head_scales", "lse"}
+        | {"batch_invariant", "sinks"},
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
@@ -65,9 +68,8 @@ class Flash(Attention):
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         kind, heads, dim = self.spec.kv_scales, self.spec.num_kv_heads, self._dim
-        if kind == "token_head":
-            return (num_blocks, heads, 2 * block_size * (dim + SCALE_BYTES))
-        return (num_blocks + (kind == "head"), heads, 2, block_size, dim)
+        shape = (heads, 2 * block_size * (dim + SCALE_BYTES)) if kind == "token_head" else (heads, 2, block_size, dim)
+        return (num_blocks + (kind == "head") + sink_blocks(self.spec, shape), *shape)
 
     def export_blocks(self, kv: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         blocks = kv[block_ids]
@@ -89,6 +91,9 @@ class Flash(Attention):
 
     def set_scales(self, kv: torch.Tensor, scales_2K: torch.Tensor) -> None:
         fixed_scales(kv, self.spec.num_kv_heads).copy_(scales_2K)
+
+    def set_sinks(self, kv: torch.Tensor, sinks_N: torch.Tensor) -> None:
+        sinks_of(kv, self.spec).copy_(sinks_N)
 
     @property
     def _dim(self) -> int:
@@ -114,6 +119,15 @@ class Flash(Attention):
 
     def write(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, kv: torch.Tensor, slots_T: torch.Tensor) -> None:
         self._kernels.write(k_TKH, v_TKH, kv, slots_T)
+
+    def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
+        if isinstance(self._kernels, CpuKernels):
+            return self._kernels.move(kv, from_X, to_X)
+        size = self.spec.block_size
+        parts = [self._rows(kv)] + ([self._scales(kv, kv)] if self.spec.kv_scales == "token_head" else [])
+        for part in parts:
+            part[to_X // size, :, :, to_X % size] = part[from_X // size, :, :, from_X % size]
+        return None
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)

@@ -2,7 +2,7 @@
 
 #include "flash.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__linux__)
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -29,23 +29,25 @@ struct Amx : Bf16 {
   // Compilers do not know that a tile load reads memory: what was stored must be there before it.
   static INLINE void settle() { asm volatile("" ::: "memory"); }
 
-  // Keys of two groups as left tiles straight from the cache, packed queries as right tiles.
-  template <int NV>
-  static INLINE void scores(const uint16_t* const* k, int dim, const float* queries, float* to) {
+  // Keys of two groups as left tiles straight from the cache, packed queries as right tiles. `meanwhile` is called between
+  // products: what it does goes on while they are made, which processors look too few instructions ahead to see for themselves.
+  template <int NV, class Meanwhile>
+  static INLINE Meanwhile scores(const uint16_t* const* k, int dim, const float* queries, float* to, Meanwhile meanwhile) {
     constexpr int L = NV * W;
     settle();
     zero<NV>();
     for (int d = 0; d < dim; d += 32) {
       _tile_loadd(4, k[0] + d, dim * 2);
       _tile_loadd(5, k[1] + d, dim * 2);
-      multiply<NV>(queries + d / 2 * L);
+      meanwhile = multiply<NV>(queries + d / 2 * L, d + 32 < dim ? nullptr : to, meanwhile);
     }
-    store_sums<NV>(to);
+    return meanwhile;
   }
 
   // Outputs of 32 dims: turned values as left tiles, weights as right tiles. `stride`: floats from a chunk's values to the next's.
-  template <int NV>
-  static INLINE void add_values(const float* values, int stride, int chunks, const float* weights, float* into) {
+  template <int NV, class Meanwhile>
+  static INLINE Meanwhile add_values(const float* values, int stride, int chunks, const float* weights, float* into,
+                                Meanwhile meanwhile) {
     constexpr int L = NV * W;
     settle();
     load_sums<NV>(into);
@@ -53,9 +55,9 @@ struct Amx : Bf16 {
       const float* tile = values + chunk * stride;
       _tile_loadd(4, tile, 64);
       _tile_loadd(5, tile + W * W, 64);
-      multiply<NV>(weights + chunk * W * L);
+      meanwhile = multiply<NV>(weights + chunk * W * L, chunk + 1 < chunks ? nullptr : into, meanwhile);
     }
-    store_sums<NV>(into);
+    return meanwhile;
   }
 
   template <int NV>
@@ -68,16 +70,28 @@ struct Amx : Bf16 {
     }
   }
 
-  template <int NV>
-  static INLINE void multiply(const float* right) {
+  // Both left tiles times NV right ones. Each sum is stored when it is whole, where `to` is given.
+  template <int NV, class Meanwhile>
+  static INLINE Meanwhile multiply(const float* right, float* to, Meanwhile meanwhile) {
+    float* lower = to + NV * W * W;
     _tile_loadd(6, right, NV * 64);
     _tile_dpbf16ps(0, 4, 6);
+    if constexpr (NV == 2) _tile_loadd(7, right + W, NV * 64);
+    meanwhile.step();
+    if (to) _tile_stored(0, to, NV * 64);
     _tile_dpbf16ps(2, 5, 6);
+    meanwhile.step();
+    if (to) _tile_stored(2, lower, NV * 64);
     if constexpr (NV == 2) {
-      _tile_loadd(7, right + W, NV * 64);
       _tile_dpbf16ps(1, 4, 7);
+      meanwhile.step();
+      if (to) _tile_stored(1, to + W, NV * 64);
       _tile_dpbf16ps(3, 5, 7);
+      meanwhile.step();
+      if (to) _tile_stored(3, lower + W, NV * 64);
     }
+    settle();
+    return meanwhile;
   }
 
   template <int NV>
@@ -89,19 +103,6 @@ struct Amx : Bf16 {
       _tile_loadd(1, upper + W, NV * 64);
       _tile_loadd(3, lower + W, NV * 64);
     }
-  }
-
-  template <int NV>
-  static INLINE void store_sums(float* upper) {
-    float* lower = upper + NV * W * W;
-    settle();
-    _tile_stored(0, upper, NV * 64);
-    _tile_stored(2, lower, NV * 64);
-    if constexpr (NV == 2) {
-      _tile_stored(1, upper + W, NV * 64);
-      _tile_stored(3, lower + W, NV * 64);
-    }
-    settle();
   }
 };
 

@@ -2,7 +2,7 @@
 
 #include "flash.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
 #define FLASH_WIDTH 16
 #include "dot.h"

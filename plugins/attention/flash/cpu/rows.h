@@ -23,10 +23,24 @@ struct Float {
   typedef vf Words;
   static INLINE Words broadcast(const void* p) { return fill(*(const float*)p); }
   static INLINE vf madd(vf acc, Words a, Words b) { return acc + a * b; }
-  static INLINE vf power(vf x) { return exp2v<false>(x); }
+  static INLINE vf reference(vf highest) { return highest; }
+
+  // 2 to the power of scores times a factor, less a reference; see Tiles::Weighing.
+  struct Weights {
+    vf by, highest;
+    INLINE void refer(float factor, vf reference) { by = fill(factor), highest = reference; }
+    // Of two keys' scores, rows of L.
+    template <int L>
+    INLINE void make(const float* scores, float* to, vf& sum) const {
+      const vf x = exp2v<false>(load(scores) * by - highest), y = exp2v<false>(load(scores + L) * by - highest);
+      store(to, x);
+      store(to + L, y);
+      sum += x + y;
+    }
+  };
 };
 
-#if FLASH_WIDTH == 16 && defined(__AVX512BF16__)
+#if FLASH_WIDTH == 16 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 struct Bf16 {
   typedef uint16_t Element;
   static constexpr Type kType = Type::bf16;
@@ -36,14 +50,37 @@ struct Bf16 {
   static INLINE Words broadcast(const void* p) { return _mm512_set1_epi32(load_as<int32_t>(p)); }
   static INLINE vf madd(vf acc, Words a, Words b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 
-  // 2 to the power of x plus half a unit in the last place of bf16: `pair` cuts off, and so rounds.
-  static INLINE vf power(vf x) { return exp2v<true>(x, 0x1p-8f); }
+  // 2 to the power of `x * by - highest`, of two scores of each lane, rounded to bf16 and side by side. The exponent is made as
+  // a whole number of 128ths, which adding kWhole leaves in the lowest bits of a float: above them it is the exponent of a bf16
+  // then, and below nearly its fraction, which is 2^f - 1 and not f. The table has the difference for each of the 128 fractions.
+  struct Weights {
+    static constexpr float kWhole = 0x1.8p23f;
+    vf by, offset;
+    __m512i below, below_64;
+    INLINE void refer(float factor, vf reference) {
+      by = fill(factor * 128);
+      offset = (kWhole + 127 * 128) - reference * 128;
+      below = _mm512_load_si512(kBelow), below_64 = _mm512_load_si512(kBelow + 64);
+    }
+    INLINE vf bits(const float* x) const {
+      return _mm512_max_ps(_mm512_min_ps(load(x) * by + offset, fill(kWhole + 0x7f80)), fill(kWhole));
+    }
+    template <int L>
+    INLINE void make(const float* scores, float* to, vf& sum) const {
+      const __m512i both = pair(bits(scores), bits(scores + L));
+      const __m512i made = _mm512_sub_epi16(both, _mm512_maskz_permutex2var_epi8(0x5555'5555'5555'5555, below, both, below_64));
+      store(to, (vf)made);
+      sum = madd(sum, made, ones());
+    }
+  };
+  alignas(64) static constexpr uint8_t kBelow[128] = {0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9, 9, 9, 9, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 10, 10, 10, 10, 9, 9, 9, 9, 9, 9, 9, 8, 8, 8, 8, 8, 7, 7, 7, 7, 7, 6, 6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3, 3, 2, 2, 1, 1, 1, 0};
 
-  // Lane by lane the pair (x, y) of what power() gave.
+  // Lane by lane the lower halves of x and y.
   static INLINE Words pair(vf x, vf y) {
-    const __m512i upper = _mm512_set4_epi32(0x0000'0f0e, 0x0000'0b0a, 0x0000'0706, 0x0000'0302);
-    return _mm512_mask_shuffle_epi8((__m512i)y, 0x3333'3333'3333'3333, (__m512i)x, upper);
+    const __m512i lower = _mm512_set4_epi32(0x0d0c'0000, 0x0908'0000, 0x0504'0000, 0x0100'0000);
+    return _mm512_mask_shuffle_epi8((__m512i)x, 0xcccc'cccc'cccc'cccc, (__m512i)y, lower);
   }
+  static INLINE vf reference(vf highest) { return _mm512_roundscale_ps(highest, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC); }
   static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }
 };
 #endif
@@ -97,6 +134,27 @@ INLINE int64_t token_of(const Call& c, const Item& item, int lane) {
 
 INLINE int position_of(const Call& c, const Item& item, int lane) {
   return item.is_shared ? item.position : item.position + lane / c.group;
+}
+
+// The path of a lane's token in its row's tree of drafts: bit i is node i, its own included.
+INLINE uint64_t path_of(const Call& c, const Item& item, int lane) {
+  return load_as<uint64_t>(c.ancestors + 2 * token_of(c, item, lane));
+}
+
+// The first key that a lane sees by its window. The position in the text of a tree's node goes by its depth.
+INLINE int window_begin(const Call& c, const Item& item, int lane) {
+  int position = position_of(c, item, lane);
+  if (position >= item.tree_start) position = item.tree_start - 1 + __builtin_popcountll(path_of(c, item, lane));
+  return position - c.window + 1;
+}
+
+// Which of the 32 keys from `start` on a lane sees, as far as its row's tree of drafts says: bit k is key start + k.
+INLINE uint32_t nodes_seen(const Call& c, const Item& item, int lane, int start) {
+  const int before = item.tree_start - start;  // keys that are no nodes
+  if (before >= 32) return ~0u;
+  const uint64_t path = path_of(c, item, lane);
+  if (before > 0) return uint32_t(path << before) | ((1u << before) - 1);
+  return before > -64 ? uint32_t(path >> -before) : 0;
 }
 
 INLINE const void* query(const Call& c, const Item& item, int lane) {
@@ -270,10 +328,19 @@ struct Keys {
   }
 };
 
-// The result of one query vector: its values over the sum of their weights, and what the weights sum up to.
-INLINE void finish_lane(const Call& c, int64_t token, int64_t head, float maximum, float sum, const float* values) {
+// The result of one query vector: its values over the sum of their weights, and what the weights sum up to. A sink is one weight
+// more, of no value.
+__attribute__((noinline)) void finish_lane(const Call& c, int64_t token, int64_t head, float maximum, float sum,
+                                           const float* values) {
+  float factor = 1;
+  if (c.sinks) {
+    const float sink = c.sinks[head] * kLog2e, highest = std::max(maximum, sink);
+    factor = exp2v<false>(fill(maximum - highest))[0];
+    sum = sum * factor + exp2v<false>(fill(sink - highest))[0];
+    maximum = highest;
+  }
   void* to = (char*)c.out + (token * c.out_stride_t + head * c.out_stride_n) * size_of(c.type);
-  write_row(to, values, 1.0f / sum, c.type, c.dim);
+  write_row(to, values, factor / sum, c.type, c.dim);
   if (c.lse) c.lse[token * c.lse_stride_t + head] = (maximum + std::log2(sum)) * (1 / kLog2e);
 }
 
@@ -287,7 +354,7 @@ INLINE float* part_of(const Call& c, const Item& item, int lane) {
 }
 
 // Where a lane's result goes: out, or, of a split row, among the partials.
-INLINE void emit(const Call& c, const Item& item, int lane, float maximum, float sum, const float* values) {
+__attribute__((noinline)) void emit(const Call& c, const Item& item, int lane, float maximum, float sum, const float* values) {
   if (item.num_splits == 1) {
     return finish_lane(c, token_of(c, item, lane), item.kv_head * c.group + lane % c.group, maximum, sum, values);
   }
@@ -305,7 +372,7 @@ INLINE bool is_last(int32_t* counter, int count) {
 }
 
 // All parts of some lanes of a KV head, in the order of the keys. `first`: the first lane's part of split 0.
-INLINE void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits, float* total) {
+__attribute__((noinline)) void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits, float* total) {
   const int64_t stride = c.padded_dim + 2;
   for (int lane = 0; lane < lanes; lane++) {
     const float* parts = c.partials + (first + lane) * stride;
@@ -323,7 +390,7 @@ INLINE void merge(const Call& c, int64_t token, int kv_head, int64_t first, int 
 }
 
 // To be called when all lanes are emitted: the last split of a unit to arrive merges all of them.
-INLINE void arrive(const Call& c, const Item& item, float* total) {
+__attribute__((noinline)) void arrive(const Call& c, const Item& item, float* total) {
   if (item.num_splits == 1) return;
   if (!item.is_shared) {
     if (!is_last(c.arrived + item.counter, item.num_splits)) return;

@@ -27,7 +27,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kLowest = -3.4028234663852886e38f;
+constexpr float kLowest = -0x1p100f;
 
 template <class V>
 INLINE V load_as(const void* p) {
@@ -72,23 +72,22 @@ INLINE void store_f16(uint16_t* p, vf v) {
 }
 
 // 2 to the power of x; exact zero for minus infinity, infinity for what is too large. The polynomial is on [0, 1), fitted to the least relative error.
-// `extra` is added to a result in [1, 2), and scaled with it elsewhere.
 template <bool kRough>
-INLINE vf exp2v(vf x, float extra = 0) {
+INLINE vf exp2v(vf x) {
   const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
   vf p;
   if constexpr (kRough) {
     p = fill(0.07802451401948929f);
     p = p * r + 0.2260671705007553f;
     p = p * r + 0.6958335638046265f;
-    p = p * r + (0.9999251961708069f + extra);
+    p = p * r + 0.9999251961708069f;
   } else {
     p = fill(0.0018775765784084797f);
     p = p * r + 0.008989340625703335f;
     p = p * r + 0.05582631751894951f;
     p = p * r + 0.24015361070632935f;
     p = p * r + 0.6931530833244324f;
-    p = p * r + (0.9999999403953552f + extra);
+    p = p * r + 0.9999999403953552f;
   }
   return _mm512_scalef_ps(p, x);
 }
@@ -128,7 +127,7 @@ INLINE void store_f16(uint16_t* p, vf v) {
 #endif
 
 template <bool kRough>
-INLINE vf exp2v(vf x, float extra = 0) {
+INLINE vf exp2v(vf x) {
   const vf bounded = vmin(vmax(x, fill(-126.0f)), fill(128.0f));
   const vf whole = floorv(bounded);
   const vf r = bounded - whole;
@@ -137,7 +136,7 @@ INLINE vf exp2v(vf x, float extra = 0) {
   p = p * r + 0.05582631751894951f;
   p = p * r + 0.24015361070632935f;
   p = p * r + 0.6931530833244324f;
-  p = p * r + (0.9999999403953552f + extra);
+  p = p * r + 0.9999999403953552f;
   const vf power = (vf)((__builtin_convertvector(whole, vi) + 127) << 23);
   return x < -126.0f ? vf{} : p * power;
 }

@@ -70,6 +70,7 @@ struct Tiles {
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
   int32_t* position; // [lane group, L]
+  int32_t* begins;   // [lane group, L] the first key by the window, where there is one
   float* scores[3];  // [kChunk, L]; the last one is for units that are done again
   float* weights[2];
   float* rows;       // [W, DP]
@@ -84,6 +85,7 @@ struct Tiles {
     maximum = scratch.take<float>(lane_groups * L);
     sum = scratch.take<float>(lane_groups * L);
     position = scratch.take<int32_t>(lane_groups * L);
+    begins = scratch.take<int32_t>(lane_groups * L);
     begun = scratch.take<bool>(lane_groups);
     for (float*& piece : scores) piece = scratch.take<float>(kChunk * L);
     for (float*& piece : weights) piece = scratch.take<float>(kTile / N::kPerWord * L);
@@ -95,7 +97,10 @@ struct Tiles {
     std::memset(sum, 0, lane_groups * L * 4);
     std::memset(begun, 0, lane_groups);
     std::fill_n(maximum, lane_groups * L, kLowest);
-    for (int lane = 0; lane < lane_groups * L; lane++) position[lane] = position_of(c, item, lane);
+    for (int lane = 0; lane < lane_groups * L; lane++) {
+      position[lane] = position_of(c, item, lane);
+      begins[lane] = c.window ? window_begin(c, item, std::min(lane, lanes - 1)) : 0;
+    }
     next_start = keys.first() - kTile;
     next_group = lane_groups;
   }
@@ -104,14 +109,14 @@ struct Tiles {
     for (int first = 0; first < lane_groups * L; first += W) pack_queries(first);
     Unit before{}, unit{}, after{};
     bool more = advance(unit, 0);
-    if (more) score(unit, 0, scores[0]);
+    if (more) score(unit, 0, scores[0], Nothing{});
     for (int turn = 0; more; turn++) {
       more = advance(after, turn + 1);
       soften(before, unit, more ? &after : nullptr);
       before = unit;
       unit = after;
     }
-    for (int d = 0; before.chunks && d < dim; d += kDims) add_values(before, d);
+    for (int d = 0; before.chunks && d < dim; d += kDims) add_values(before, d, Nothing{});
     for (int first = 0; first < lanes; first += W) finish(first);
     arrive(c, item, rows);
   }
@@ -148,7 +153,8 @@ struct Tiles {
       }
       const KeyTile<N>& tile = tiles[slot];
       const int seen = std::min(tile.groups * kGroup, newest(next_group) + 1 - tile.start);
-      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= oldest(next_group) - c.window + 1;
+      const int first_seen = std::min(oldest(next_group), item.tree_start) - c.window + 1;
+      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= first_seen;
       if (seen <= 0 || left_behind) continue;
       unit.tile = &tile;
       unit.values = packed[slot];
@@ -166,24 +172,27 @@ struct Tiles {
     if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
   }
 
-  INLINE void score(const Unit& unit, int chunk, float* to) {
+  template <class Meanwhile>
+  INLINE Meanwhile score(const Unit& unit, int chunk, float* to, Meanwhile meanwhile) {
     const float* queries = q + unit.group * words * L;
     const Element* const* k = unit.tile->k + 2 * chunk;
     if constexpr (N::kTiles) {
-      N::template scores<NV>(k, dim, queries, to);
+      return N::template scores<NV>(k, dim, queries, to, meanwhile);
     } else {
       for (int g = 0; g < 2; g++) {
         multiply<N, NV>((const int32_t*)k[g], words, 1, words, queries, to + g * kGroup * L, kGroup, false);
       }
     }
+    return meanwhile;
   }
 
   static constexpr int kDims = 32;  // dims of outputs that are worked on together
 
-  INLINE void add_values(const Unit& unit, int d) {
+  template <class Meanwhile>
+  INLINE Meanwhile add_values(const Unit& unit, int d, Meanwhile meanwhile) {
     float* into = o + (unit.group * dim + d) * L;
     if constexpr (N::kTiles) {
-      N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into);
+      return N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into, meanwhile);
     } else if constexpr (N::kPerWord == 2) {
       multiply<N, NV>((const int32_t*)unit.values + d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
     } else {
@@ -192,6 +201,7 @@ struct Tiles {
         multiply<N, NV>((const int32_t*)unit.tile->v[g] + d, 1, dim, kGroup, some, into, kDims, true);
       }
     }
+    return meanwhile;
   }
 
   // Scores of the unit into weights, between the values of the unit before and the scores of the next chunk.
@@ -205,9 +215,10 @@ struct Tiles {
       float* at_hand = scores[0];
       std::swap(scores[0], scores[1]);
       const bool last = chunk + 1 == unit.chunks;
-      if (!last || after) score(last ? *after : unit, last ? 0 : chunk + 1, scores[0]);
-      for (; done * unit.chunks < num_parts * (chunk + 1); done++) add_values(before, done * kDims);
-      weigh(unit, chunk, at_hand);
+      Weighing weighing(*this, unit, chunk, at_hand);
+      if (!last || after) weighing = score(last ? *after : unit, last ? 0 : chunk + 1, scores[0], weighing);
+      for (; done * unit.chunks < num_parts * (chunk + 1); done++) weighing = add_values(before, done * kDims, weighing);
+      weighing.finish(unit);
     }
     bool beyond = false;
 #pragma GCC unroll 2
@@ -231,7 +242,7 @@ struct Tiles {
     for (int v = 0; v < NV; v++) highest[v] = fill(kLowest);
     raise_to(unit, 0, scores[2], highest);
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) store(maximum + unit.group * L + v * W, highest[v]);
+    for (int v = 0; v < NV; v++) store(maximum + unit.group * L + v * W, N::reference(highest[v]));
   }
 
   // Do a unit again with the true maxima: what was summed before becomes smaller.
@@ -245,12 +256,13 @@ struct Tiles {
       unit.sum[v] = vf{};
     }
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
-      score(unit, chunk, scores[2]);
+      score(unit, chunk, scores[2], Nothing{});
       raise_to(unit, chunk, scores[2], highest);
     }
     vf by[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
+      highest[v] = N::reference(highest[v]);
       by[v] = exp2v<false>(load(maximum + first + v * W) - highest[v]);
       store(maximum + first + v * W, highest[v]);
     }
@@ -259,8 +271,8 @@ struct Tiles {
       for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * by[v]);
     }
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
-      score(unit, chunk, scores[2]);
-      weigh(unit, chunk, scores[2]);
+      score(unit, chunk, scores[2], Nothing{});
+      Weighing(*this, unit, chunk, scores[2]).finish(unit);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
@@ -273,7 +285,8 @@ struct Tiles {
 
   INLINE bool is_masked(const Unit& unit, int chunk) const {
     const int start = unit.tile->start + chunk * kChunk, stop = start + kChunk;
-    return stop - 1 > oldest(unit.group) || stop > item.key_last || (c.window && start <= newest(unit.group) - c.window);
+    return stop - 1 > oldest(unit.group) || stop > item.key_last || stop > item.tree_start ||
+           (c.window && start <= newest(unit.group) - c.window);
   }
 
   // Softcap and mask, where there are any.
@@ -294,38 +307,50 @@ struct Tiles {
     }
   }
 
-  // 2 to the power of a chunk's scores, stored as the second product takes them, and added to the unit's sums.
-  INLINE void weigh(Unit& unit, int chunk, float* s) {
-    prepare(unit, chunk, s);
-    const float by = factor();
-    float* to = unit.weights + chunk * kChunk / N::kPerWord * L;
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) {
-      const vf highest = load(maximum + unit.group * L + v * W);
-      vf added = unit.sum[v];
-      for (int k = 0; k < kChunk; k += 2) {
-        const vf x = N::power(load(s + k * L + v * W) * by - highest);
-        const vf y = N::power(load(s + (k + 1) * L + v * W) * by - highest);
-        if constexpr (N::kPerWord == 1) {
-          store(to + k * L + v * W, x);
-          store(to + (k + 1) * L + v * W, y);
-          added += x + y;
-        } else {
-          const typename N::Words both = N::pair(x, y);
-          store(to + k / 2 * L + v * W, (vf)both);
-          added = N::madd(added, both, N::ones());
-        }
-      }
-      unit.sum[v] = added;
+  // 2 to the power of a chunk's scores, stored as the second product takes them, and added to the unit's sums: some keys a step.
+  struct Nothing {
+    INLINE void step() {}
+  };
+
+  struct Weighing {
+    static constexpr int kStep = 2;  // keys
+    typename N::Weights first, second;  // of the lanes of the first vector, of the second; spelt out, for registers have no index
+    vf first_sum, second_sum;
+    const float *next, *end;
+    float* to;
+
+    INLINE Weighing(Tiles& of, const Unit& unit, int chunk, float* scores)
+        : next(scores), end(scores + kChunk * L), to(unit.weights + chunk * kChunk / N::kPerWord * L) {
+      of.prepare(unit, chunk, scores);
+      const float* maximum = of.maximum + unit.group * L;
+      first.refer(of.factor(), load(maximum));
+      second.refer(of.factor(), load(maximum + (NV - 1) * W));
+      first_sum = unit.sum[0];
+      second_sum = unit.sum[NV - 1];
     }
-  }
+
+    INLINE void step() {
+      if (next == end) return;
+      first.template make<L>(next, to, first_sum);
+      if constexpr (NV == 2) second.template make<L>(next + W, to + W, second_sum);
+      next += kStep * L;
+      to += kStep * L / N::kPerWord;
+    }
+
+    INLINE void finish(Unit& unit) {
+      while (next != end) step();
+      unit.sum[NV - 1] = second_sum;
+      unit.sum[0] = first_sum;
+    }
+  };
 
   void mask(int start, int first, float* scores) {
+    if (start + kChunk > item.tree_start) hide_nodes(start, first, scores);
     const vf none = fill(-INFINITY);
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
       const vi at = load_as<vi>(position + first + v * W);
-      const vi oldest = c.window ? at - (c.window - 1) : vi{};
+      const vi oldest = load_as<vi>(begins + first + v * W);
       const vi end = vi{} + (item.key_last - 1);
       const vi last = at < end ? at : end;
       for (int k = 0; k < kChunk; k++) {
@@ -335,6 +360,19 @@ struct Tiles {
         x = key > last ? none : x;
         x = key < oldest ? none : x;
         store(s, x);
+      }
+    }
+  }
+
+  // Scores of the nodes that are not on a lane's path.
+  void hide_nodes(int start, int first, float* scores) {
+    alignas(64) uint32_t seen[L];
+    for (int i = 0; i < L; i++) seen[i] = first + i < lanes ? nodes_seen(c, item, first + i, start) : 0;
+    const vf none = fill(-INFINITY);
+    for (int k = 0; k < kChunk; k++) {
+      for (int v = 0; v < NV; v++) {
+        float* s = scores + k * L + v * W;
+        store(s, (load_as<vi>(seen + v * W) >> k & 1) != 0 ? load(s) : none);
       }
     }
   }
