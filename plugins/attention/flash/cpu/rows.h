@@ -323,6 +323,17 @@ __attribute__((noinline)) void finish_lane(const Call& c, int64_t token, int64_t
   if (c.lse) c.lse[token * c.lse_stride_t + head] = (maximum + std::log2(sum)) * (1 / kLog2e);
 }
 
+// Unpacking pairs of bf16 works within 128 bits: of 32 outputs the first half are the first four of every eight dims.
+INLINE void restore_order(float* row, int dim) {
+#if FLASH_WIDTH == 16
+  for (int d = 0; d < dim; d += 2 * W) {
+    const vf a = load(row + d), b = load(row + d + W);
+    store(row + d, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+    store(row + d + W, __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+  }
+#endif
+}
+
 INLINE float* part_of(const Call& c, const Item& item, int lane) {
   int64_t part = item.partial + int64_t(item.split) * item.q_count * c.group + lane;
   if (item.is_shared) {
