@@ -65,10 +65,11 @@ struct Fours {
 
   void run() {
     for (int start = keys.first(); start < item.key_last; start += kTile) {
-      keys.fetch(start, tile);
+      keys.begin(start, tile);
       for (int g = 0; g < 2 * num_chunks(); g++) {
         if (g < tile.groups) {
           keys.prefetch(start, g);
+          keys.fetch_group(tile, g);
           score(g);
         }
         pack_values(g);  // meanwhile, for it does not wait for the scores

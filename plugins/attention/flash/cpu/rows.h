@@ -25,6 +25,12 @@ struct Float {
   static INLINE vf madd(vf acc, Words a, Words b) { return acc + a * b; }
   static INLINE vf reference(vf highest) { return highest; }
 
+  // Numbers of a quantized cache, over unit_of(kFrom).
+  template <Type kFrom>
+  static INLINE void widen(const int8_t* from, float* to, int count) {
+    for (int i = 0; i < count; i += W) store(to + i, load(from, i, kFrom));
+  }
+
   // 2 to the power of scores times a factor, less a reference; see Tiles::Weighing.
   struct Weights {
     vf by, highest;
@@ -81,6 +87,41 @@ struct Bf16 {
     return _mm512_mask_shuffle_epi8((__m512i)x, 0xcccc'cccc'cccc'cccc, (__m512i)y, lower);
   }
   static INLINE vf reference(vf highest) { return _mm512_roundscale_ps(highest, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC); }
+
+  // The halves of the bf16 that each magnitude of a quantized cache is, over unit_of(kFrom): it is exact.
+  struct Halves {
+    uint8_t lower[128], upper[128];
+    constexpr Halves(Type from) : lower(), upper() {
+      for (int i = 0; i < 128; i++) {
+        float value = i;
+        if (from == Type::fp8) {
+          value = (i >= 8 ? i % 8 + 8 : i) * 0x1p-17f;
+          for (int exponent = 1; exponent < i / 8; exponent++) value *= 2;
+        }
+        const uint32_t bits = i == 127 && from == Type::fp8 ? 0x7fc0'0000 : __builtin_bit_cast(uint32_t, value);
+        lower[i] = bits >> 16;
+        upper[i] = bits >> 24;
+      }
+    }
+  };
+
+  // Numbers of a quantized cache, over unit_of(kFrom); `count` is a multiple of 64.
+  template <Type kFrom>
+  static INLINE void widen(const int8_t* from, uint16_t* to, int count) {
+    alignas(64) static constexpr Halves kHalves(kFrom);
+    const __m512i in_turn = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8(int8_t(0x80));
+    const __m512i low0 = _mm512_loadu_si512(kHalves.lower), low1 = _mm512_loadu_si512(kHalves.lower + 64);
+    const __m512i high0 = _mm512_loadu_si512(kHalves.upper), high1 = _mm512_loadu_si512(kHalves.upper + 64);
+    for (int i = 0; i < count; i += 64) {
+      const __m512i x = _mm512_permutexvar_epi64(in_turn, _mm512_loadu_si512(from + i));
+      const __m512i magnitude = kFrom == Type::i8 ? _mm512_abs_epi8(x) : x;
+      const __m512i lower = _mm512_permutex2var_epi8(low0, magnitude, low1);
+      const __m512i positive = _mm512_permutex2var_epi8(high0, magnitude, high1);
+      const __m512i upper = _mm512_ternarylogic_epi64(positive, x, sign, 0xf8);  // positive | (x & sign)
+      _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(lower, upper));
+      _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(lower, upper));
+    }
+  }
   static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }
 };
 #endif
@@ -175,28 +216,36 @@ struct Keys {
   }
 
   INLINE void fetch(int start, KeyTile<N>& tile) const {
+    begin(start, tile);
+    for (int g = 0; g < tile.groups; g++) fetch_group(tile, g);
+  }
+
+  INLINE void begin(int start, KeyTile<N>& tile) const {
     const int stop = start + kTile < item.key_last ? start + kTile : item.key_last;
-    const int64_t values = int64_t(c.block_size) * c.padded_dim;
     tile.start = start;
     tile.groups = (stop - start + kGroup - 1) / kGroup;
-    for (int g = 0; g < tile.groups; g++) {
-      const int p = start + g * kGroup;
-      const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
-      if (c.kv_type == N::kType && p % c.block_size + kGroup <= c.block_size) {
-        tile.k[g] = (const Element*)key_row(item, p);
-        tile.v[g] = tile.k[g] + values;
-        if (!whole) tile.v[g] = gather_some(tile, g, p);
-      } else if (c.is_quantized()) {
-        c.kv_type == Type::i8 ? widen<Type::i8>(tile, g, p) : widen<Type::fp8>(tile, g, p);
-      } else {
-        gather(tile, g, p);
-      }
-    }
     if (tile.groups % 2) {  // scores are made of two groups
       const int g = tile.groups;
-      tile.k[g] = tile.k[g - 1];
+      tile.k[g] = tile.gathered + g * kGroup * c.padded_dim;
       tile.v[g] = values_of(tile, g);
+      std::memset(tile.gathered + g * kGroup * c.padded_dim, 0, kGroup * c.padded_dim * sizeof(Element));
       std::memset(values_of(tile, g), 0, kGroup * c.padded_dim * sizeof(Element));
+    }
+  }
+
+  INLINE void fetch_group(KeyTile<N>& tile, int g) const {
+    const int p = tile.start + g * kGroup;
+    const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
+    const bool in_one_block = p % c.block_size + kGroup <= c.block_size;
+    if (c.kv_type == N::kType && in_one_block) {
+      tile.k[g] = (const Element*)key_row(item, p);
+      tile.v[g] = tile.k[g] + int64_t(c.block_size) * c.padded_dim;
+      if (!whole) tile.v[g] = gather_some(tile, g, p);
+    } else if (c.is_quantized()) {
+      const bool as_one = !kScaled && whole && in_one_block;
+      c.kv_type == Type::i8 ? widen<Type::i8>(tile, g, p, as_one) : widen<Type::fp8>(tile, g, p, as_one);
+    } else {
+      gather(tile, g, p);
     }
   }
 
@@ -233,14 +282,22 @@ struct Keys {
     tile.v[g] = values;
   }
 
-  // A group of a quantized cache: rows as elements, and their scales. A stranger's are zero.
+  // A group of a quantized cache: rows as elements, and their scales. A stranger's are zero. `as_one`: it lies in one block.
   template <Type kFrom>
-  void widen(KeyTile<N>& tile, int g, int first_position) const {
+  void widen(KeyTile<N>& tile, int g, int first_position, bool as_one) const {
     const int dim = c.padded_dim, values = c.block_size * dim;
     Element* k = tile.gathered + g * kGroup * dim;
     Element* v = values_of(tile, g);
     tile.k[g] = k;
     tile.v[g] = v;
+    if (as_one) {
+      const char* head = head_of(item, first_position);
+      const int offset = first_position % c.block_size;
+      read_scales_of_group<kFrom>(tile, g * kGroup, head, offset);
+      const int8_t* rows = (const int8_t*)head + offset * dim;
+      N::template widen<kFrom>(rows, k, kGroup * dim);
+      return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+    }
     const char* head = nullptr;
     int offset = 0;
     for (int i = 0; i < kGroup; i++, offset++, k += dim, v += dim) {
@@ -259,6 +316,17 @@ struct Keys {
       const int8_t* row = (const int8_t*)head + offset * dim;
       widen_row<kFrom>(row, k, tile.k_scale[at]);
       widen_row<kFrom>(row + values, v, tile.v_scale[at]);
+    }
+  }
+
+  template <Type kFrom>
+  INLINE void read_scales_of_group(KeyTile<N>& tile, int at, const char* head, int offset) const {
+    const uint16_t* scales = (const uint16_t*)(head + 2 * c.block_size * c.padded_dim) + offset;
+    for (int i = 0; i < kGroup; i += W) {
+      const vf k = c.fixed_scales ? fill(c.fixed_scales[item.kv_head]) : load_bf16(scales + i);
+      const vf v = c.fixed_scales ? fill(c.fixed_scales[c.num_kv_heads + item.kv_head]) : load_bf16(scales + c.block_size + i);
+      store(tile.k_scale + at + i, k * unit_of(kFrom));
+      store(tile.v_scale + at + i, v * unit_of(kFrom));
     }
   }
 
@@ -300,6 +368,11 @@ struct Keys {
     }
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
     const char* row = key_row(*of, p);
+    if (c.is_quantized()) {  // scales, where they are behind a block's values
+      const char* scales = row - p % c.block_size * (bytes - 2) + 2 * values;
+      __builtin_prefetch(scales, 0, kIntoL2);
+      __builtin_prefetch(scales + 2 * c.block_size, 0, kIntoL2);
+    }
     for (int64_t i = 0; i < kGroup * bytes; i += 64) {
       __builtin_prefetch(row + i, 0, kIntoL2);
       __builtin_prefetch(row + values + i, 0, kIntoL2);
