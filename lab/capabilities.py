@@ -15,7 +15,8 @@ from lab.errors import UserError, unknown
 API_VERSION = 1
 GRAPH_SUPPORT = ("never", "decode", "uniform", "any")  # each includes those before it
 FEATURES = (  # what runs may ask of a plugin
-    *("gqa", "sliding_window", "softcap", "sinks", "spec_verify", "mla", "lse", "cascade", "token_head_scales"),
+    *("gqa", "sliding_window", "softcap", "sinks", "spec_verify", "tree_verify", "mla", "lse", "cascade"),
+    "token_head_scales",
     *("batch_invariant", "moe", "tensor_parallel", "expert_parallel"),
 )
 TOOLS = {"cxx": native.available}  # each says why it is lacking, or None

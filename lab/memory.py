@@ -17,6 +17,7 @@ log = logging.getLogger("lab")
 HUGE_PAGE = 2 << 20
 CHUNK = 64 << 20  # taken from the system at a time
 LEAST = 64 << 10  # smaller tensors are left where they are
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
 ALIGNMENT = 64  # a cache line, and the widest vector register
 
 
@@ -38,6 +39,18 @@ def give_back() -> None:
     """Hand freed memory back to the system, where the C library would keep it for later (glibc; elsewhere nothing)."""
     if trim := _malloc_trim():
         trim(0)
+
+
+def keep_freed() -> None:
+    """Let the C library keep freed memory for the next tensor (glibc; elsewhere nothing).
+
+    Asked anew from the system, each page of a large tensor costs a fault when it is first written: for work that makes and
+    drops many large tensors, more than what is computed in them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, CHUNK)):
+            mallopt(option, value)
 
 
 @functools.cache

@@ -154,6 +154,7 @@ class RowResult:
     logprobs: list[TokenLogprobs] | None = None  # one per token of token_ids, when asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .. of this chunk, when asked for
     draft_ids: list[int] = field(default_factory=list)  # proposed for the next step
+    draft_depth: int = 0  # the most of the drafts verified that could be accepted: all of a chain, the depth of a tree
 
     @property
     def num_accepted(self) -> int:
@@ -189,3 +190,4 @@ class Update:
     num_preemptions: int = 0
     scheduled_s: float | None = None
     error: str | None = None  # with finish_reason ERROR
+    draft_depth: int = 0  # as in RowResult

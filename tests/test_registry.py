@@ -21,7 +21,7 @@ def in_child(code: str, *, cwd: Path, **environment: str) -> str:
     """What a fresh interpreter prints for `code`."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [environment.pop("PYTHONPATH", "")])])
     env = {k: v for k, v in os.environ.items() if k != registry.PATH_VARIABLE} | {"PYTHONPATH": paths} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

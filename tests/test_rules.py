@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "registry": {"plugin_source", "capabilities", "typed", "errors"},
     "contracts": {"capabilities", "types", "errors"},
     "api": {"contracts", "capabilities", "registry", "native", "types", "errors"},
-    "config": {"registry", "settings", "typed", "errors"},
+    "overrides": {"registry", "settings", "typed", "errors"},
+    "config": {"overrides", "registry", "settings", "typed", "errors"},
     "kv": LEAVES | {"kv"},
     "sched": LEAVES | {"api", "kv", "sched"},
     "sample": LEAVES | {"sample"},
@@ -63,15 +64,16 @@ MAY_IMPORT = {
     "metrics": LEAVES | {"api", "registry", "model", "metrics"},
     "engine": LEAVES | {"registry", "config", "kv", "sched", "model", "sample", "compile", "runner", "metrics", "engine"},
     "bench": LEAVES | {"api", "registry", "config", "engine", "model", "metrics", "report", "bench"},
-    "train": LEAVES | {"registry", "engine", "model", "bench", "train"},
+    "train": LEAVES | {"registry", "engine", "model", "compile", "bench", "train"},
     "checks": LEAVES | {"registry", "kv", "sched", "model", "sample", "runner", "engine", "checks"},
     "report": LEAVES | {"metrics", "report"},
     "cli": LEAVES
-    | {"plugin_source", "registry", "config", "engine", "model", "metrics", "bench", "train", "checks", "report", "cli"},
+    | {"plugin_source", "registry", "overrides", "config", "engine", "model"}
+    | {"metrics", "bench", "train", "checks", "report", "cli"},
     "__main__": {"errors", "config", "registry", "cli"},
     "__init__": {"errors", "sampling_params", "engine"},
 }
-HYDRA_IMPORTERS = ("lab/config.py", "lab/__main__.py", "lab/cli/")
+HYDRA_IMPORTERS = ("lab/config.py", "lab/overrides.py", "lab/__main__.py", "lab/cli/")
 PLUGINS_MAY_IMPORT = {"torch", "numpy", "triton", "plugins"} | set(sys.stdlib_module_names)
 
 NEITHER_TORCH_NOR_NUMPY = (
@@ -79,7 +81,7 @@ NEITHER_TORCH_NOR_NUMPY = (
     *("lab.capabilities", "lab.registry", "lab.api", "lab.kv.blocks", "lab.kv.prefix", "lab.sched"),
     "lab.compile.dispatch",
 )
-NO_TORCH = ("lab.config", "lab.__main__", "lab.cli", "lab.model.config")
+NO_TORCH = ("lab.config", "lab.overrides", "lab.__main__", "lab.cli", "lab.model.config")
 
 # Where an exception of any type may be caught, and why nothing is hidden by it.
 BROAD_EXCEPTS = {

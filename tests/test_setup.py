@@ -90,7 +90,7 @@ def builds(root: Path) -> int:
     return len((root / "builds.txt").read_text().splitlines())
 
 
-def wait_for(condition, seconds=60.0):
+def wait_for(condition, seconds=600.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"

@@ -63,6 +63,7 @@ def latencies(timeline: Timeline, start_s: float) -> dict[str, Any]:
         "tokens_per_step": timeline.token_counts,
         "accepted_per_step": timeline.accepted_counts,
         "drafts_per_step": timeline.draft_counts,
+        "draft_depth_per_step": timeline.draft_depths,
     }
 
 

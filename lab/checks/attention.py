@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lab import registry
@@ -51,6 +52,65 @@ def check_drafts(entry: Entry, options: Any) -> None:
     for num_q in (2, 4, 9):
         rows = tuple((n, num_q) for n in (1, 14, 15, 16, 31, 32, 127, 1023))
         compare(entry, options, Case(rows, head_dim=_dim(entry)))
+
+
+WIDE = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 7, 7, 2)  # trees by the parents of their nodes
+DEEP = (-1, 0, 0, 1, 2, 3, 5, 6, 4, 8)
+BUSH = tuple(-1 if node < 5 else node // 4 for node in range(50))
+
+
+def check_trees(entry: Entry, options: Any) -> None:
+    """If declared: a node of a tree of drafts sees the text and its own path, and no other node, whatever else there is."""
+    _ask_for(entry, "tree_verify")
+    features = entry.capabilities.features
+    rows = ((300, 13), (0, 20), (31, 11), (100, 1), (15, 51), (64, 4), (1, 1 + 12), (1023, 11))
+    case = Case(rows, head_dim=_dim(entry), trees=(WIDE, (), DEEP, (), BUSH, (), WIDE, DEEP))
+    few = Case(((40, 3), (16, 3), (250, 3)), head_dim=_dim(entry), trees=((-1, -1), (-1, -1), (-1, 0)))
+    uniform = Case(((47, 13), (3, 13), (600, 13)), head_dim=_dim(entry), trees=(WIDE, WIDE, ()))
+    cases = [case, few, uniform, replace(case, rows=rows[::-1], trees=case.trees[::-1], num_padding=3)]
+    cases += [replace(case, dtype=dtype) for dtype in dtypes_of(entry)]
+    cases += [replace(each, num_heads=group, num_kv_heads=1) for each in (few, uniform) for group in (1, 3, 8)]
+    cases += [replace(each, block_size=_block_sizes(entry)[0]) for each in (case, few)]
+    if "sliding_window" in features:
+        cases += [replace(each, sliding_window=window) for each in (case, few) for window in (8, 33, 400)]
+    if "softcap" in features:
+        cases += [replace(each, softcap=2.0) for each in (case, few)]
+    if "sinks" in features:
+        cases.append(replace(case, sinks=True))
+    for kv_dtype in _quantized(entry):
+        cases += [replace(each, kv_dtype=kv_dtype, kv_scales=kind) for each in (case, few) for kind in _kinds_of_scales(entry)]
+    cases.append(replace(uniform, prefixes=(((0, 2), 32),)))
+    for each in cases:
+        compare(entry, options, each)
+    if "lse" in features:
+        compare(entry, options, case, lse=True)
+    if GRAPH_SUPPORT.index(entry.capabilities.graph) > 1:
+        chains = replace(uniform, rows=((20, 13), (90, 13), (10, 13)), trees=())
+        compare(entry, options, uniform, reuse_of=replace(chains, trees=(DEEP, (), ())))
+
+
+def check_move(entry: Entry, options: Any) -> None:
+    """If trees are declared: `move` copies what slots hold, as it was before, in caches of every KV dtype, and nothing else."""
+    _ask_for(entry, "tree_verify")
+    case = Case(((60, 1), (5, 1)), head_dim=_dim(entry))
+    kinds = [(None, "none")]
+    if _quantized(entry):
+        kinds += list(itertools.product(_quantized(entry), _kinds_of_scales(entry)))
+    sources, targets = [20, 7, 59, 13, 33], [7, 3, 21, 14, 32]  # what is at 7 is overwritten, and read as it was
+    for (kv_dtype, kind), device in itertools.product(kinds, devices_of(entry)):
+        trial = Trial(replace(case, kv_dtype=kv_dtype, kv_scales=kind), device, seed=0)
+        spec = spec_of(trial.case, device)
+        backend = make_backend(entry, options, spec)
+        kv = trial.poisoned(backend)
+        trial.write_contexts(backend, kv)
+        everything = torch.arange(trial.num_blocks, device=device)
+        before = backend.export_blocks(kv, everything).flatten(0, 1).nan_to_num(7.0)
+        slots = [torch.from_numpy(trial.slots(0, np.array(places))).to(device) for places in (sources, targets)]
+        backend.move(kv, *slots)
+        wanted = before.clone()
+        wanted[slots[1]] = before[slots[0]]
+        if not torch.equal(backend.export_blocks(kv, everything).flatten(0, 1).nan_to_num(7.0), wanted):
+            raise CheckFailed(f"move did not copy the slots as they were, or changed others (KV dtype {spec.kv_dtype})")
 
 
 def check_shared_prefixes(entry: Entry, options: Any) -> None:

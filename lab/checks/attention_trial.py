@@ -14,6 +14,7 @@ from lab.contracts.attention import Attention, AttentionSpec
 from lab.registry import Entry
 from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.rows import Rows
+from lab.sample.tree import Tree
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -37,6 +38,10 @@ class Case:
     prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
     batch_invariant: bool = False
     sinks: bool = False
+    trees: tuple[tuple[int, ...], ...] = ()  # of each row: the parents of its last tokens, which are a tree of drafts; () none
+
+    def tree_of(self, row: int) -> Tree | None:
+        return Tree.of(self.trees[row]) if self.trees and self.trees[row] else None
 
 
 def compare(
@@ -116,7 +121,10 @@ class Trial:
             if case.sliding_window is not None and is_full:  # what lies behind the window was given back, and is another's
                 passed = max(0, before - case.sliding_window + 1) // case.block_size
                 rows.blocks_RM[row, :passed] = self.tables[0][0]
-        shares = [Share(row, before, count, 0, True) for row, (before, count) in enumerate(case.rows)]
+        shares = []
+        for row, (before, count) in enumerate(case.rows):
+            tree = case.tree_of(row)
+            shares.append(Share(row, before, count, 0 if tree is None else len(tree.parents), True, tree))
         builder = BatchBuilder(rows, case.block_size, self.device)
         return builder.build(shares, len(self.q_TNH), len(case.rows) + case.num_padding_rows)
 
@@ -142,19 +150,24 @@ class Trial:
     def outputs(self, backend: Attention) -> torch.Tensor:
         """out_TNH, not judged."""
         kv = self.poisoned(backend)
-        self._write_contexts(backend, kv)
+        self.write_contexts(backend, kv)
         out_TNH = torch.full_like(self.q_TNH, float("nan")).to(self.device)
         plan = backend.plan(self.batch)
         backend.write(self._step_tokens(self.keys), self._step_tokens(self.values), kv, self.batch.slots_T)
         backend.attend(self.q_TNH.to(self.device), kv, plan, out_TNH)
         return out_TNH.cpu()
 
-    def _write_contexts(self, backend: Attention, kv: torch.Tensor) -> None:
-        case, device = self.case, self.device
-        for table, k_SKH, v_SKH, (before, _) in zip(self.tables, self.keys, self.values, case.rows, strict=True):
+    def slots(self, row: int, places: np.ndarray) -> np.ndarray:
+        """Where these tokens of a row lie."""
+        size = self.case.block_size
+        return self.tables[row][places // size] * size + places % size
+
+    def write_contexts(self, backend: Attention, kv: torch.Tensor) -> None:
+        """Write what the rows have in the cache before the step."""
+        device = self.device
+        for row, (k_SKH, v_SKH, (before, _)) in enumerate(zip(self.keys, self.values, self.case.rows, strict=True)):
             if before:
-                positions = np.arange(before)
-                slots = table[positions // case.block_size] * case.block_size + positions % case.block_size
+                slots = self.slots(row, np.arange(before))
                 backend.write(k_SKH[:before].to(device), v_SKH[:before].to(device), kv, torch.from_numpy(slots).to(device))
 
     def run(self, backend: Attention, reuse: Any, *, lse: bool = False, by_operators: bool = False) -> None:
@@ -162,7 +175,7 @@ class Trial:
         case, device = self.case, self.device
         kv = self.poisoned(backend)
         before_X = backend.export_blocks(kv, torch.from_numpy(self.unowned).to(device))
-        self._write_contexts(backend, kv)
+        self.write_contexts(backend, kv)
         k_TKH, v_TKH = self._step_tokens(self.keys), self._step_tokens(self.values)
         plan = backend.plan(self.batch) if reuse is None else backend.plan(self.batch, reuse)
         if reuse is not None and plan is not reuse:
@@ -232,6 +245,8 @@ class Trial:
         def fits(**changed: Any) -> float:
             return float((found_QNH - self._definition(q_QNH, row, **changed)).abs().max())
 
+        if self.case.tree_of(row) is not None and fits(chained=True) <= self.tolerance:
+            return "its values are those of a chain: nodes see others that are not on their path"
         for words, ahead in (("keys after the query, as if it were not causal", len(self.keys[row])), ("one key too many", 1)):
             if fits(ahead=ahead) <= self.tolerance:
                 return f"its values are those of a query that sees {words}"
@@ -287,16 +302,31 @@ class Trial:
             return scores_NQS
         return torch.cat((scores_NQS, self.sinks_N.double()[:, None, None].expand(-1, scores_NQS.shape[1], 1)), -1)
 
-    def _scores(self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0) -> torch.Tensor:
-        """The scores by the definition; `scale` times the right scale, and `ahead` keys after the query seen, are faults."""
+    def _scores(
+        self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0, chained: bool = False
+    ) -> torch.Tensor:
+        """The scores by the definition; `scale` times the right scale, `ahead` keys after the query seen, and a tree as if it
+        were a chain are faults.
+        """
         case = self.case
         k_SNH = self.keys[row].double().repeat_interleave(case.num_heads // case.num_kv_heads, 1)
         scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5 * scale
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         num_q, num_ctx = scores.shape[1:]
-        distance = torch.arange(num_ctx - num_q, num_ctx)[:, None] - torch.arange(num_ctx)
+        tree = None if chained else case.tree_of(row)
+        positions = torch.arange(num_ctx)
+        if tree is not None:  # a node stands behind its parent
+            before = num_ctx - len(tree.parents)
+            positions[before:] = before - 1 + torch.tensor(tree.depths)
+        distance = positions[num_ctx - num_q :, None] - positions
         seen = (distance >= -ahead) & (distance < (case.sliding_window or num_ctx + 1))
+        for node, path in enumerate(tree.ancestors if tree is not None else ()):
+            seen[num_q - len(tree.parents) + node, before:] &= torch.tensor(
+                [bool(path >> i & 1) for i in range(num_ctx - before)]
+            )
+        if tree is not None:
+            seen[: num_q - len(tree.parents), before:] = False
         return scores.masked_fill(~seen, -torch.inf)
 
 

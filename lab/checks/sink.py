@@ -27,6 +27,7 @@ REQUEST = {
     "num_preemptions": 0,
     "accepted_per_step": [0, 0],
     "drafts_per_step": [0, 0],
+    "draft_depth_per_step": [0, 0],
     "error": None,
 }
 METRICS = {"num_requests": 1, "num_failed": 0, "ttft_ms": {"mean": 2.0, "p50": 2.0}, "spec": {"acceptance_per_position": [0.5]}}
@@ -77,6 +78,7 @@ def _step(index: int) -> dict[str, Any]:
         "num_tokens": 4,
         "num_requests": 4,
         "num_drafts": 0,
+        "draft_depth": 0,
         "num_drafting": 0,
         "num_accepted": 0,
         "padded_to": 4,

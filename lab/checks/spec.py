@@ -1,5 +1,6 @@
 """Contract checks of draft proposers: what the core relies on, whatever the drafts are worth."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from lab.checks.spec_runs import check_seeds as check_seeds
 from lab.checks.spec_runs import is_bound
 from lab.contracts.spec import Draft, Proposer, ProposeView
 from lab.registry import Entry
+from lab.sample.tree import Tree
 from lab.sampling_params import SamplingParams
 from lab.types import NewRow
 
@@ -103,6 +105,30 @@ def check_probabilities(entry: Entry, options: Any) -> None:
                 )
 
 
+def check_trees(entry: Entry, options: Any) -> None:
+    """If it proposes trees: parents stand before their children, none is deeper than depths_R, and some row's drafts branch."""
+    proposer = _proposer(entry, options)
+    if not proposer.tree_depth:
+        raise NotDeclared("its drafts are chains (tree_depth is 0)")
+    texts = _texts()
+    for depth in range(proposer.tree_depth + 1):
+        depths_R = np.array([max(0, depth - row % 2) for row in range(len(texts))])
+        draft = _propose(proposer, replace(_view(texts), depths_R=depths_R))
+        if draft.parents is None or [len(parents) for parents in draft.parents] != [len(ids) for ids in draft.token_ids]:
+            raise CheckFailed("parents must have an entry for each draft of each row")
+        for row, parents in enumerate(draft.parents):
+            try:
+                tree = Tree.of(parents)
+            except ValueError as error:
+                raise CheckFailed(f"row {row}: {error}") from None
+            if tree.depth > depths_R[row]:
+                raise CheckFailed(
+                    f"row {row}: a tree of depth {tree.depth} where at most {depths_R[row]} is allowed (depths_R)"
+                )
+    if not any(parents and not Tree.of(parents).is_chain for parents in draft.parents):
+        raise CheckFailed("no row's drafts branch: leave tree_depth 0 for chains")
+
+
 def _proposer(entry: Entry, options: Any) -> Proposer:
     if is_bound(entry.load()):
         raise NotDeclared("it drafts only beside its target, where the engine holds it to this in every step")
@@ -114,6 +140,8 @@ def _proposer(entry: Entry, options: Any) -> Proposer:
 
 def _propose(proposer: Proposer, view: ProposeView) -> Draft:
     """The draft for rows that begin with the view's texts as their prompts, and end after it."""
+    if proposer.tree_depth and view.depths_R is None:
+        view = replace(view, depths_R=np.full(len(view.rows_R), proposer.tree_depth))
     texts = [view.tokens_RC[row, :length] for row, length in zip(view.rows_R, view.lengths_R, strict=True)]
     for row, text in zip(view.rows_R.tolist(), texts, strict=True):
         proposer.start(row, NewRow(f"of row {row}", text.tolist(), len(text), SamplingParams(), 0, frozenset(), [], 0))

@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Any
 
+from torch import nn
+
 from lab.checks import CheckFailed, NotDeclared
 from lab.contracts.spec import Proposer
 from lab.engine.llm import LLM
+from lab.engine.stack import build_stack
 from lab.registry import Entry
 from lab.sampling_params import SamplingParams
 from lab.settings import CacheSettings, CompileSettings, DebugSettings, ModelSettings, PluginChoice, SchedulerSettings, Settings
@@ -26,9 +29,10 @@ def check_outputs(entry: Entry, options: Any) -> None:
     """In runs on a model, greedy outputs are the model's own, whatever the scheduler does, and drafts are made."""
     _must_be_bound(entry)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    right, _ = _run(PluginChoice("none"), params)
+    runs = _Runs()
+    right, _ = runs(PluginChoice("none"), params)
     for how, changes in SETTINGS.items():
-        found, num_drafts = _run(_choice(entry, options), params, **changes)
+        found, num_drafts = runs(_choice(entry, options), params, **changes)
         if found != right:
             number = next(i for i, (its, wanted) in enumerate(zip(found, right, strict=True)) if its != wanted)
             raise CheckFailed(f"{how}: the output of prompt {number} is {found[number]}, without drafts {right[number]}")
@@ -40,12 +44,12 @@ def check_seeds(entry: Entry, options: Any) -> None:
     """In runs on a model, a sampling request with a seed gets the same tokens again, alone and beside other requests."""
     _must_be_bound(entry)
     params = SamplingParams(temperature=0.8, max_tokens=NUM_TOKENS, seed=11, ignore_eos=True)
-    choice = _choice(entry, options)
-    together, _ = _run(choice, params)
-    again, _ = _run(choice, params)
+    choice, runs = _choice(entry, options), _Runs()
+    together, _ = runs(choice, params)
+    again, _ = runs(choice, params)
     if again != together:
         raise CheckFailed("the second run of the same requests gave other tokens")
-    alone, _ = _run(choice, params, prompts=PROMPTS[:1])
+    alone, _ = runs(choice, params, prompts=PROMPTS[:1])
     if alone[0] != together[0]:
         raise CheckFailed("a request gets other tokens alone than beside others: its drafts depend on the rows beside it")
 
@@ -64,24 +68,31 @@ def _choice(entry: Entry, options: Any) -> PluginChoice:
     return PluginChoice(entry.name, dataclasses.asdict(options))
 
 
-def _run(
-    spec: PluginChoice, params: SamplingParams, prompts: tuple[str, ...] = PROMPTS, **changes: Any
-) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and how many drafts were verified."""
-    settings = Settings(
-        model=ModelSettings(MODEL, dtype="float32", max_model_len=64),
-        cache=CacheSettings(num_blocks=64),
-        compile=CompileSettings(mode="none", cudagraph_mode="none"),
-        draft_length=PluginChoice("fixed"),
-        spec=spec,
-    )
-    with LLM(settings=dataclasses.replace(settings, **changes)) as llm:
-        num_drafts = 0
+class _Runs:
+    """Runs on the same weights, each in an engine of its own: reading them takes longer than all that is run."""
 
-        def count(record: dict[str, Any]) -> None:
-            nonlocal num_drafts
-            num_drafts += record["num_drafts"]
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
 
-        llm.engine.on_step = count
-        outputs = llm.generate(list(prompts), params)
-    return [list(output.outputs[0].token_ids) for output in outputs], num_drafts
+    def __call__(
+        self, spec: PluginChoice, params: SamplingParams, prompts: tuple[str, ...] = PROMPTS, **changes: Any
+    ) -> tuple[list[list[int]], int]:
+        """The tokens of each prompt, and how many drafts were verified."""
+        settings = Settings(
+            model=ModelSettings(MODEL, dtype="float32", max_model_len=64),
+            cache=CacheSettings(num_blocks=64),
+            compile=CompileSettings(mode="none", cudagraph_mode="none"),
+            draft_length=PluginChoice("fixed"),
+            spec=spec,
+        )
+        with LLM.of(build_stack(dataclasses.replace(settings, **changes), model=self._model)) as llm:
+            self._model = llm.engine.model
+            num_drafts = 0
+
+            def count(record: dict[str, Any]) -> None:
+                nonlocal num_drafts
+                num_drafts += record["num_drafts"]
+
+            llm.engine.on_step = count
+            outputs = llm.generate(list(prompts), params)
+        return [list(output.outputs[0].token_ids) for output in outputs], num_drafts

@@ -6,8 +6,9 @@ import sys
 from lab import registry
 from lab.cli.arguments import Arguments
 from lab.cli.folders import holds_a_run, named_folder, new_folder, short_name
-from lab.config import compose_run, plan_sweep, quoted, to_plain, to_yaml
+from lab.config import compose_run, plan_sweep, to_plain, to_yaml
 from lab.errors import UserError
+from lab.overrides import quoted
 
 
 def run(arguments: Arguments) -> int:

@@ -20,8 +20,9 @@ from typing import Any, TextIO
 from lab.cli.arguments import Arguments
 from lab.cli.folders import named_folder, new_folder, point_folder, short_name
 from lab.cli.table import number, print_table
-from lab.config import Composed, SweepPlan, compose_run, quoted
+from lab.config import Composed, SweepPlan, compose_run
 from lab.errors import UserError
+from lab.overrides import quoted
 from lab.report.comparison import write_report
 from lab.report.rows import read_rows
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lab.compile.program import INPUT_IDS, POSITIONS, AttentionCall, BoundCall, Program
+from lab.compile.program import INPUT_IDS, POSITIONS, STATES, AttentionCall, BoundCall, Program
 from lab.compile.tape import REGISTER, Step, TapeRun, drop_unneeded, made_of
 from lab.context import ForwardContext
 from lab.contracts.attention import OperatorCall
@@ -47,18 +47,19 @@ class Chain:
                 registers = [self._register(name, call, backend) for name in operator.arguments]
                 steps.append(_operator_step(operator, registers))
         drop_unneeded(steps, {program.output})
-        inputs = [INPUT_IDS, POSITIONS, *(register for register, _ in self._sources.values())]
+        of_model = [INPUT_IDS, POSITIONS, STATES] if program.takes_states else [INPUT_IDS, POSITIONS]
+        inputs = [*of_model, *(register for register, _ in self._sources.values())]
         caches = [step.kv[layer] for layer in self._caches]
         tape = made_of(steps, self._num_registers)
         self._bound = torch.classes.lab_tape.BoundTape(tape, list(self._caches.values()), caches, inputs, [program.output])
         self._run, self._address = torch.ops.lab_tape.run.default, self._bound.address()
         self._names = [(name, layer) for (_, name), (_, layer) in self._sources.items()]
 
-    def run(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, step: ForwardContext) -> torch.Tensor:
-        """hidden_TD of a step with the caches that the chain was made for."""
+    def run(self, inputs: list[torch.Tensor], step: ForwardContext) -> torch.Tensor:
+        """hidden_TD of a step with the caches that the chain was made for. `inputs`: ids, positions, and states if any."""
         batches, plans = step.batches, step.plans
         given = [batches[layer].slots_T if name == "slots" else getattr(plans[layer], name) for name, layer in self._names]
-        return self._run(self._address, [input_ids_T, positions_T, *given], len(input_ids_T))[0]
+        return self._run(self._address, [*inputs, *given], len(inputs[0]))[0]
 
     def _register(self, name: str, call: AttentionCall, backend: int) -> int:
         """Where an argument of an attention operator lies."""

@@ -12,6 +12,7 @@ from lab.compile.program import (
     INPUT_IDS,
     NUM_TOKENS,
     POSITIONS,
+    STATES,
     AttentionCall,
     BoundCall,
     Program,
@@ -56,18 +57,25 @@ class Executable:
             self._chain, self._chained = chain_of(self.program, self.calls, step), step.kv
         return self._chain
 
-    def registers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[Any]:
+    def registers(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, states_TD: torch.Tensor | None = None
+    ) -> list[Any]:
         """Fresh registers that hold the inputs."""
         registers: list[Any] = [None] * self.program.num_registers
         registers[NUM_TOKENS], registers[INPUT_IDS], registers[POSITIONS] = len(input_ids_T), input_ids_T, positions_T
+        registers[STATES] = states_TD
         return registers
 
-    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, states_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`states_TD`, contiguous, for a program that takes them."""
         step = context.current()
         chain = self.chain(step)
         if chain is not None:
-            return chain.run(input_ids_T, positions_T, step)
-        registers = self.registers(input_ids_T, positions_T)
+            inputs = [input_ids_T, positions_T] if states_TD is None else [input_ids_T, positions_T, states_TD]
+            return chain.run(inputs, step)
+        registers = self.registers(input_ids_T, positions_T, states_TD)
         for call in self.calls:
             if type(call) is AttentionCall:
                 attend(call, registers)

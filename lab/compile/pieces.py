@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
-from lab.compile.program import INPUT_IDS, NUM_TOKENS, POSITIONS, AttentionCall, Program, UnitCall, named_weights
+from lab.compile.program import INPUT_IDS, NUM_TOKENS, POSITIONS, STATES, AttentionCall, Program, UnitCall, named_weights
 
 EXAMPLE_TOKENS = 16  # any number does
 
@@ -38,7 +38,10 @@ class Split:
 
 
 def with_graph(model: nn.Module, device: torch.device, use: Callable[[Graph], Any]) -> Any:
-    """Capture `model` and give back `use(graph)`; it runs where Dynamo's tracing context is open, as Inductor needs it."""
+    """Capture `model` and give back `use(graph)`; it runs where Dynamo's tracing context is open, as Inductor needs it.
+
+    A model with a `states_width` takes states of so many features beside ids and positions.
+    """
     found: list[Any] = []
     names = {id(tensor): name for name, tensor in named_weights(model).items()}
 
@@ -46,17 +49,20 @@ def with_graph(model: nn.Module, device: torch.device, use: Callable[[Graph], An
         found.append(use(_graph(module, examples, names)))
         return lambda *_: (None,)
 
-    def forward(input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        return model(input_ids_T, positions_T)
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        return model(*inputs)
 
     # Dynamo keeps what it compiled with the code object: one of its own makes every capture a fresh one
     fresh = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
-    input_ids_T = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int32, device=device)
-    positions_T = torch.zeros(EXAMPLE_TOKENS, dtype=torch.int64, device=device)
-    for tensor in (input_ids_T, positions_T):
+    inputs = [torch.zeros(EXAMPLE_TOKENS, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)]
+    if model.states_width:
+        inputs.append(torch.zeros(EXAMPLE_TOKENS, model.states_width, dtype=model.build.dtype, device=device))
+    for tensor in inputs:
         torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="tokens", min=1)
-    with torch.no_grad():
-        torch.compile(fresh, backend=backend, fullgraph=True)(input_ids_T, positions_T)
+    # what differs from the model captured before, such as a norm's epsilon, is still a constant, not an argument
+    constants = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False)
+    with torch.no_grad(), constants:
+        torch.compile(fresh, backend=backend, fullgraph=True)(*inputs)
     (result,) = found
     return result
 
@@ -71,8 +77,7 @@ def _graph(module: fx.GraphModule, examples: list[Any], names: dict[int, str]) -
         elif id(example) in names:
             weights[node.name] = names[id(example)]
         else:
-            inputs[node.name] = INPUT_IDS if example.dtype == torch.int32 else POSITIONS
-    assert set(inputs.values()) <= {NUM_TOKENS, INPUT_IDS, POSITIONS}
+            inputs[node.name] = {torch.int32: INPUT_IDS, torch.int64: POSITIONS}.get(example.dtype, STATES)
     return Graph(module, weights, inputs)
 
 
@@ -112,7 +117,7 @@ class _Assembler:
         self._registers: dict[fx.Node, int] = {}
         self._last_use: dict[fx.Node, int] = {}
         self._free: list[int] = []
-        self._num_registers = 3
+        self._num_registers = STATES + 1
 
     def assemble(self) -> Split:
         nodes = [node for node in self._whole.graph.nodes if node.op == "call_module"]
@@ -133,7 +138,8 @@ class _Assembler:
             else:
                 calls.append(self._unit_call(index, node, piece, values[node]))
             self._release(index)
-        program = Program(len(self._pieces), self._num_registers, tuple(calls), self._registers[result])
+        takes_states = STATES in self._graph.inputs.values()
+        program = Program(len(self._pieces), self._num_registers, tuple(calls), self._registers[result], takes_states)
         return Split(program, self._pieces)
 
     @staticmethod
@@ -159,7 +165,7 @@ class _Assembler:
     def _release(self, index: int) -> None:
         """Registers whose value is not needed after call `index` may be written again."""
         for node, register in list(self._registers.items()):
-            if self._last_use.get(node) == index and register > POSITIONS:
+            if self._last_use.get(node) == index and register > STATES:
                 self._free.append(register)
                 del self._last_use[node]
 

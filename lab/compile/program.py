@@ -14,7 +14,7 @@ from torch import nn
 
 Run = Callable[[list[Any]], Sequence[Any]]  # from the registers to the values of a call's outputs
 
-NUM_TOKENS, INPUT_IDS, POSITIONS = range(3)  # the registers that hold the inputs
+NUM_TOKENS, INPUT_IDS, POSITIONS, STATES = range(4)  # the registers that hold the inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The calls of a forward pass, and the register that holds hidden_TD at its end."""
+    """The calls of a forward pass, and the register that holds hidden_TD at its end. A draft head's begins with states, too."""
 
     num_units: int
     num_registers: int
     calls: tuple[UnitCall | AttentionCall, ...]
     output: int
+    takes_states: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -56,7 +57,7 @@ class Program:
     def from_plain(cls, data: dict[str, Any]) -> "Program":
         """The inverse of `to_plain`, after a way through JSON."""
         calls = tuple(_call_from_plain(call) for call in data["calls"])
-        return cls(data["num_units"], data["num_registers"], calls, data["output"])
+        return cls(data["num_units"], data["num_registers"], calls, data["output"], data["takes_states"])
 
 
 def _call_from_plain(call: dict[str, Any]) -> UnitCall | AttentionCall:

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,32 @@ def compile_for_run(
     return Compiled(
         DirectForward(backends, forms, group_of), pieces, dispatcher, mode, found.seconds, found.num_units, found.from_cache
     )
+
+
+def compile_heads(
+    settings: CompileSettings,
+    compiled: Compiled,
+    heads: Sequence[nn.Module],
+    device: torch.device,
+    plugins: "Sequence[TracedPlugin]",
+) -> Compiled:
+    """Compile draft heads too, where the model is: a step of theirs is short, and as many calls in Python as it has layers'
+    would take as long as it does. Not on CUDA, where they are not captured. Returns `compiled` with what it took.
+    """
+    if compiled.mode == "none" or device.type != "cpu":
+        return compiled
+    from lab.compile.compiler import compile_forward
+
+    for head in heads:
+        found = compile_forward(head, head.build.config, device, ["pieces"], plugins, _cache(settings))
+        head.compiled = found.forwards["pieces"]
+        compiled = replace(
+            compiled,
+            seconds=compiled.seconds + found.seconds,
+            num_graphs=compiled.num_graphs + found.num_units,
+            from_cache=compiled.from_cache and found.from_cache,
+        )
+    return compiled
 
 
 def settle_mode(asked: str, device: torch.device) -> str:

@@ -57,6 +57,9 @@ class Attention(ABC):
     Of layers with attention sinks (`spec.has_sinks`) each query head has a logit that no key stands behind: its exponential
     counts in the denominator of the softmax (and so in the logsumexp), neither scaled nor capped. `set_sinks` puts a layer's
     into its cache once, for layers of one spec share all else.
+
+    With the feature `tree_verify` a step's drafts may be trees (`batch.trees`, see lab.runner.batch.BatchTrees): a node sees
+    the keys of its own path among them, and `move` brings those of the accepted path together afterwards.
     """
 
     kind: ClassVar[str]
@@ -118,6 +121,12 @@ class Attention(ABC):
         sees: parts of one attention are merged by it. Called only where the feature `lse` is declared.
         """
         raise TypeError(f"attention plugin '{self.name}' declares no lse")
+
+    def move(self, kv: "torch.Tensor", from_X: "torch.Tensor", to_X: "torch.Tensor") -> None:
+        """Copy what a layer's cache holds at the slots from_X, bit by bit and with any scales of it, to the slots to_X. All is
+        read as it was before. Called only where the feature `tree_verify` is declared.
+        """
+        raise TypeError(f"attention plugin '{self.name}' declares no tree_verify")
 
     @abstractmethod
     def export_blocks(self, kv: "torch.Tensor", block_ids: "torch.Tensor") -> "torch.Tensor":

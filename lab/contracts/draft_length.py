@@ -18,7 +18,7 @@ class Verified:
     """
 
     rows_R: "np.ndarray"  # their persistent rows
-    offered_R: "np.ndarray"
+    offered_R: "np.ndarray"  # drafts of a chain, depths of a tree: as many as could be accepted
     accepted_R: "np.ndarray"
     num_tokens: int  # that the step computed, padding not counted
     ms: float  # that it took, proposing not counted
@@ -38,6 +38,8 @@ class DraftLength(ABC):
     class Options:
         pass
 
+    tree_depth: int = 0  # of the trees that the proposer makes, set before the first call; 0: it makes chains
+
     def __init__(self, options: Any, num_drafts: int, max_rows: int) -> None:
         """`num_drafts` is the most that the proposer ever proposes for a row; rows are 0 to max_rows - 1."""
         self.options = options
@@ -52,7 +54,9 @@ class DraftLength(ABC):
 
     @abstractmethod
     def lengths(self, rows_R: "np.ndarray") -> "np.ndarray":
-        """The most drafts for each of these rows in the next step: int64, 0 to num_drafts."""
+        """The most drafts for each of these rows in the next step: int64, 0 to num_drafts. Of a tree they are its nodes; the
+        likeliest come first.
+        """
 
     def dry_runs(self, rows_R: "np.ndarray") -> "np.ndarray | None":
         """For rows that get none: which of them (bool) have one proposed all the same, to be compared with what comes.

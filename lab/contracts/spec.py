@@ -70,11 +70,11 @@ class DraftCache(Protocol):
     """Keys and values of a proposer's own layers, in blocks that the target's block tables name.
 
     Slot p of a row belongs to its position p, as in the target's layers. Positions for which the row has no block yet lie in
-    scratch blocks of the row, which are good for one `propose`: enough for `num_drafts` positions.
+    scratch blocks of the row, which are good for one `propose`: enough for the proposer's `num_scratch` positions.
     """
 
     def running(self, batch: "Batch") -> AbstractContextManager[None]:
-        """Where the layers may be called for this batch: a step's own, or one of `batch` and `chain`."""
+        """Where the layers may be called for this batch: a step's own, or one of `batch`, `chain` and `level`."""
 
     def batch(self, rows_R: "np.ndarray", start_R: "np.ndarray", ids: "Sequence[np.ndarray]") -> "Batch":
         """A batch of these tokens for each row, the first at position start_R."""
@@ -82,13 +82,22 @@ class DraftCache(Protocol):
     def chain(self, rows_R: "np.ndarray", start_R: "np.ndarray", num: int) -> "list[Batch]":
         """`num` batches of one token a row, at positions start_R, start_R + 1, ...; their input_ids_T are not set."""
 
+    def level(self, rows_R: "np.ndarray", start_R: "np.ndarray", depth: int, first: int, ancestors_RF: "np.ndarray") -> "Batch":
+        """A batch of F tokens a row, nodes `first` .. first + F - 1 of a tree whose node i lies in slot start_R + i; its
+        input_ids_T are not set.
+
+        They all stand at position start_R + depth - 1, and see what lies before start_R and the nodes in ancestors_RF (bits,
+        int64: bit i is node i, their own included).
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class StepView:
     """A step that the target ran, and how much of it stands. Rows are those of the batch, sampling or not.
 
     Of row r the positions start_R .. start_R + num_kept_R - 1 are of known tokens; what the batch has after them were
-    drafts that were rejected. The token after the last kept position is known too: sampled, or the prompt's next.
+    drafts that were rejected. The token after the last kept position is known too: sampled, or the prompt's next. Of a step
+    with trees of drafts only what stands is shown, in the order of the text.
     """
 
     batch: "Batch"
@@ -109,6 +118,7 @@ class ProposeView:
     request's own. A row's limit may be 0 in one step and more in the next.
 
     A proposer that draws its drafts draws them by the request's own uniforms: then they do not depend on the rows beside it.
+    Those of a tree take uniforms_RDS, at each depth one for each draft there, in an order that the tree's shape alone decides.
     """
 
     tokens_RC: "np.ndarray"  # int32, a view of the persistent rows: index it with rows_R
@@ -117,14 +127,23 @@ class ProposeView:
     limits_R: "np.ndarray"
     temperatures_R: "np.ndarray | None" = None  # float64; 0 is greedy. None: all are
     uniforms_RS: "np.ndarray | None" = None  # float64 in [0, 1), one for each draft; None with temperatures_R
+    depths_R: "np.ndarray | None" = None  # how deep each row's tree may be; None for a proposer of chains
+    uniforms_RDS: "np.ndarray | None" = None  # as uniforms_RS, in whose place it stands for a proposer of trees
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed continuations, one list a row (of at most the row's limit). probs_RSV None: each draft is one-hot."""
+    """Proposed continuations, one list a row (of at most the row's limit). probs_RSV None: each draft is one-hot.
+
+    With `parents` a row's drafts are a tree: for each the place of the draft that it follows in its row's list, which must be
+    an earlier one, or -1 for the row's last token. Of a row's list the first so many may be verified alone, so the likeliest
+    should come first. Siblings are tried in their order. If drafts were drawn, probs_RSV has for each the distribution that it
+    was drawn from, given its earlier siblings: all from one, or each from what its earlier siblings left of it.
+    """
 
     token_ids: list[list[int]]
     probs_RSV: "torch.Tensor | None" = None
+    parents: list[list[int]] | None = None
 
 
 class Proposer(ABC):
@@ -138,6 +157,8 @@ class Proposer(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     observes: ClassVar[bool] = False  # whether it wants `observe`
     num_drafts: int  # the most it ever proposes for a row
+    tree_depth: int = 0  # of the deepest tree that it proposes; 0: its drafts are chains
+    num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind
     aux_layers: Sequence[int] = ()  # of the target: what enters these is passed to `observe`; after bind
     lookahead: int = 0  # what its layers keep for a position may depend on so many tokens after it; the prefix cache must know

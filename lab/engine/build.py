@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,26 @@ from lab import native, registry
 from lab.capabilities import Needs
 from lab.compile import tape
 from lab.compile.compiler import TracedPlugin
-from lab.compile.setup import Compiled, compile_for_run, graph_store, num_compilations
-from lab.contracts.attention import Attention, AttentionSpec
+from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
+from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name
+from lab.engine.drafts import check_layers_fit, check_trees_fit
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.kv_cache import block_manager, group, report_cache
 from lab.engine.resolution import Resolved, resolve
 from lab.errors import UserError
 from lab.kv.blocks import BlockManager
-from lab.kv.groups import Grouping
-from lab.kv.scales import DTYPES, Ranges, fixed_scales, kv_scales, ranges_of
+from lab.kv.scales import Ranges, fixed_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
-from lab.model.layers.attention import AttentionLayer
 from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
 from lab.model.source import resolve_model
-from lab.runner.draft_cache import scratch_blocks
+from lab.runner.draft_cache import scratch_blocks, scratch_positions
 from lab.runner.runner import Limits, Runner
 from lab.runner.target import BoundTarget
 from lab.sampling_params import SamplingParams
@@ -47,7 +45,7 @@ from lab.types import Chunk, NewRow, Step
 log = logging.getLogger("lab")
 
 
-def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
+def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Module | None = None) -> Engine:
     """See `Engine.build`."""
     begin = time.perf_counter()
     registry.discover()
@@ -60,18 +58,19 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
-    common = {"device": device.type, "dtype": _name(dtype), "features": _asked_of_all(settings)}
+    common = {"device": device.type, "dtype": dtype_name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
     proposer = chosen["spec"].make()
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, common))
-    model = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len)
+    model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
-    backends = _backends(settings, model, dtype, device, chosen, drafts=proposer.num_drafts > 0)
-    draft_backends = _draft_backends(settings, proposer, dtype, device, chosen)
+    check_trees_fit(settings, model.attention_layers, proposer)
+    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer))
+    draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)
-    _check_drafts_fit(proposer, grouping)
+    check_layers_fit(proposer, grouping)
     limits = _limits(settings, config, max_model_len, grouping.num_groups)
     compiled = compile_for_run(
         settings.compile,
@@ -85,8 +84,9 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         num_drafts=proposer.num_drafts,
         group_of=grouping.group_of,
     )
+    compiled = compile_heads(settings.compile, compiled, heads, device, _traced_plugins(chosen))
     warm_begin = time.perf_counter()
-    num_scratch = limits.max_rows * scratch_blocks(proposer.num_drafts, limits.block_size)
+    num_scratch = limits.max_rows * scratch_blocks(scratch_positions(proposer), limits.block_size)
     make_store = partial(
         KVStore,
         backends,
@@ -98,13 +98,14 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
     )
     block_bytes = bytes_per_block(backends, grouping.place_of) + bytes_per_block(draft_backends)
     draft_length = chosen["draft_length"].make(proposer.num_drafts, limits.max_rows)
+    draft_length.tree_depth = proposer.tree_depth
     runner = _warm_runner(settings, model, compiled, make_store, block_bytes, proposer, draft_length, limits, device)
     warmup_s = time.perf_counter() - warm_begin
 
-    kv_dtype = _name(backends[0].spec.kv_dtype)
+    kv_dtype = dtype_name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
     report_cache(blocks, grouping, max_model_len)
-    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer.num_drafts)
+    scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
@@ -112,7 +113,7 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
         tokenizer_folder=Path(settings.model.tokenizer) if settings.model.tokenizer else folder,
         max_model_len=max_model_len,
         device=device.type,
-        dtype=_name(dtype),
+        dtype=dtype_name(dtype),
         kv_dtype=kv_dtype,
         weights_bytes=weights_bytes(model),
         kv_bytes_per_token=sum(map(bytes_per_block, (backends, draft_backends))) // settings.cache.block_size,
@@ -126,11 +127,16 @@ def build_engine(settings: Settings, clock: Callable[[], float]) -> Engine:
 
 
 def _scheduler(
-    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, num_drafts: int
+    settings: Settings, chosen: dict[str, Resolved], blocks: BlockManager, max_model_len: int, proposer: Proposer
 ) -> Scheduler:
-    policy = chosen["policy"].make()
     return Scheduler(
-        settings.scheduler, blocks, policy, max_model_len=max_model_len, num_drafts=num_drafts, debug=settings.debug
+        settings.scheduler,
+        blocks,
+        chosen["policy"].make(),
+        max_model_len=max_model_len,
+        num_drafts=proposer.num_drafts,
+        draft_depth=proposer.tree_depth or None,
+        debug=settings.debug,
     )
 
 
@@ -143,24 +149,27 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-) -> nn.Module:
-    """The model, with the proposer bound to it."""
+    model: nn.Module | None,
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The model, unless it is given, with the proposer bound to it, and the draft heads that it has."""
     name = settings.model.path
-    log.info("loading %s in %s on %s", name, _name(dtype), device.type)
     moe = chosen["moe"].make()
     load = partial(load_model, dtype=dtype, device=device, moe=moe, max_model_len=max_model_len)
-    model = load(
-        folder,
-        config,
-        load_format=settings.model.load_format,
-        quant=chosen["quant"].make(),
-        batch_invariant=settings.debug.batch_invariant,
-    )
+    if model is None:
+        log.info("loading %s in %s on %s", name, dtype_name(dtype), device.type)
+        model = load(
+            folder,
+            config,
+            load_format=settings.model.load_format,
+            quant=chosen["quant"].make(),
+            batch_invariant=settings.debug.batch_invariant,
+        )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    proposer.bind(BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another))
+    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another)
+    proposer.bind(target)
     model.aux_layers = tuple(proposer.aux_layers)
-    return model
+    return model, target.heads
 
 
 def _warm_runner(
@@ -240,74 +249,6 @@ def _claimed(choice: PluginChoice, config: ModelConfig) -> PluginChoice:
     return PluginChoice(claims[0], choice.options)
 
 
-def _backends(
-    settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved], *, drafts: bool
-) -> list[Attention]:
-    """The attention backend of each of the model's layers."""
-    return _backends_of(settings, model.attention_layers, dtype, device, chosen, drafts=drafts)
-
-
-def _backends_of(
-    settings: Settings,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    chosen: dict[str, Resolved],
-    *,
-    drafts: bool,
-) -> list[Attention]:
-    """The attention backend of each layer; layers of one shape share one. Records the choice under `attention`."""
-    name = settings.cache.dtype
-    kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
-    of_spec: dict[AttentionSpec, Attention] = {}
-    backends = []
-    for layer in layers:
-        spec = AttentionSpec(
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            scale=layer.scale,
-            block_size=settings.cache.block_size,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
-            kv_scales=kv_scales(settings.cache),
-            batch_invariant=settings.debug.batch_invariant,
-            has_sinks=layer.sinks_N is not None,
-        )
-        if spec not in of_spec:
-            resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts=drafts))
-            key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
-            chosen[key] = resolved
-            of_spec[spec] = resolved.make(spec)
-        backends.append(of_spec[spec])
-    return backends
-
-
-def _draft_backends(
-    settings: Settings, proposer: Proposer, dtype: torch.dtype, device: torch.device, chosen: dict[str, Resolved]
-) -> list[Attention]:
-    """The attention backend of each layer of the proposer's own, recorded under `spec.attention`. They keep keys and values
-    in the model's dtype: there are few of them, and nobody has calibrated scales for them.
-    """
-    plain = replace(settings, cache=replace(settings.cache, dtype="auto", scales="auto"))
-    own: dict[str, Resolved] = {}
-    backends = _backends_of(plain, proposer.attention_layers, dtype, device, own, drafts=False)
-    chosen.update({f"spec.{key}": resolved for key, resolved in own.items()})
-    return backends
-
-
-def _check_drafts_fit(proposer: Proposer, grouping: Grouping) -> None:
-    """A proposer's own layers use the block table of a model that keeps all tokens. Raises UserError for another."""
-    if proposer.attention_layers and not grouping.is_plain:
-        raise UserError(
-            f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
-            "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
-        )
-
-
 def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module, config: ModelConfig) -> list[torch.Tensor]:
     """scales_2K of each layer, where the cache has fixed ones."""
     layers = model.attention_layers
@@ -315,32 +256,6 @@ def _fixed_scales(cache: CacheSettings, ranges: Ranges | None, model: nn.Module,
     scheme = (quantization.get("kv_cache_scheme") or {}).get("type", "float")
     of_checkpoint = [layer.kv_scales_2K for layer in layers]
     return fixed_scales(cache, ranges, [layer.num_kv_heads for layer in layers], of_checkpoint, scheme)
-
-
-def _attention_needs(spec: AttentionSpec, *, drafts: bool) -> Needs:
-    features = set()
-    if spec.num_heads != spec.num_kv_heads:
-        features.add("gqa")
-    if spec.sliding_window is not None:
-        features.add("sliding_window")
-    if spec.softcap is not None:
-        features.add("softcap")
-    if spec.kv_scales == "token_head":
-        features.add("token_head_scales")
-    if drafts:
-        features.add("spec_verify")
-    if spec.batch_invariant:
-        features.add("batch_invariant")
-    if spec.has_sinks:
-        features.add("sinks")
-    return Needs(
-        device=spec.device.type,
-        dtype=_name(spec.dtype),
-        kv_dtype=_name(spec.kv_dtype),
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        features=frozenset(features),
-    )
 
 
 def _traced_plugins(chosen: dict[str, Resolved]) -> list[TracedPlugin]:
@@ -377,14 +292,6 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
         if name == "float16" and device.type == "cpu":
             name = "float32"
     return getattr(torch, name)
-
-
-def _name(dtype: torch.dtype) -> str:
-    """The dtype as settings and capabilities name it."""
-    for name, quantized in DTYPES.items():
-        if dtype == quantized:
-            return name
-    return str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(settings: Settings, config: ModelConfig) -> int:

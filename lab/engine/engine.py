@@ -87,11 +87,16 @@ class Engine:
         self._start_s: float | None = None
 
     @classmethod
-    def build(cls, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> "Engine":
-        """Load the model, choose the plugins, size the KV pool. Raises UserError for what the settings get wrong."""
+    def build(
+        cls, settings: Settings, *, clock: Callable[[], float] = time.monotonic, model: nn.Module | None = None
+    ) -> "Engine":
+        """Load the model, choose the plugins, size the KV pool. Raises UserError for what the settings get wrong.
+
+        `model` is taken in place of loading: that of an engine which is closed and had the same settings of model and quant.
+        """
         from lab.engine.build import build_engine
 
-        return build_engine(settings, clock)
+        return build_engine(settings, clock, model)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -214,6 +219,7 @@ class Engine:
             "num_tokens": result.num_tokens,
             "num_requests": len(step.chunks),
             "num_drafts": sum(row.num_drafts for row in result.rows),
+            "draft_depth": sum(row.draft_depth for row in result.rows),
             "num_drafting": sum(row.num_drafts > 0 for row in result.rows),
             "num_accepted": sum(row.num_accepted for row in result.rows),
             "padded_to": result.padded_to,

@@ -114,7 +114,8 @@ class _Sample:
         num_before = len(self._token_ids)
         stop = self._add_tokens(update)
         if added := len(self._token_ids) - num_before:
-            self._timeline.add_tokens(now_s, added, min(update.num_accepted, added), update.num_drafts)
+            accepted = min(update.num_accepted, added)
+            self._timeline.add_tokens(now_s, added, accepted, update.num_drafts, update.draft_depth)
         if stop is not None:
             self._close(FinishReason.STOP, stop, now_s)
         elif update.finish_reason is not None:

@@ -42,6 +42,13 @@ class Opened(ABC):
         plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
         self._start(build_stack(settings_for(model, plugins, overrides, settings)))
 
+    @classmethod
+    def of(cls, stack: Stack) -> Self:
+        """One on a stack that is built already, for studies that build many on the same weights."""
+        opened = cls.__new__(cls)
+        opened._start(stack)
+        return opened
+
     def __enter__(self) -> Self:
         return self
 

@@ -51,7 +51,8 @@ class RequestOutput:
             return timelines[0]
         merged = Timeline(timelines[0].arrival_s)
         merged.scheduled_s = min((t.scheduled_s for t in timelines if t.scheduled_s is not None), default=None)
-        steps = (zip(t.token_times_s, t.token_counts, t.accepted_counts, t.draft_counts, strict=True) for t in timelines)
+        names = ("token_times_s", "token_counts", "accepted_counts", "draft_counts", "draft_depths")
+        steps = (zip(*(getattr(timeline, name) for name in names), strict=True) for timeline in timelines)
         for now_s, *counts in sorted(step for of_sample in steps for step in of_sample):
             merged.add_tokens(now_s, *counts)
         ends = [t.finish_s for t in timelines if t.finish_s is not None]

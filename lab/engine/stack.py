@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lab.engine.detokenizer import Vocabulary
 from lab.engine.engine import Engine
 from lab.engine.frontend import Frontend
@@ -27,9 +29,12 @@ class Stack:
     outputs: OutputProcessor
 
 
-def build_stack(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Stack:
-    """Load the model and its tokenizer. Raises UserError for what the settings get wrong."""
-    engine = Engine.build(settings, clock=clock)
+def build_stack(settings: Settings, *, clock: Callable[[], float] = time.monotonic, model: nn.Module | None = None) -> Stack:
+    """Load the model, or take the one given (see `Engine.build`), and its tokenizer.
+
+    Raises UserError for what the settings get wrong.
+    """
+    engine = Engine.build(settings, clock=clock, model=model)
     tokenizer = load_tokenizer(engine.tokenizer_folder)
     vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
     defaults = SamplingParams.from_mapping(settings.sampling)

@@ -2,7 +2,8 @@
 
 The expected speed-up is that of Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
 (2023): with a draft accepted with probability alpha when those before it were, gamma drafts bring (1 - alpha^(gamma + 1)) /
-(1 - alpha) tokens a verification. What a verification costs is not taken to be one plain step, it is measured.
+(1 - alpha) tokens a verification. Of a tree gamma is the depth, and alpha the probability that one of the siblings is accepted.
+What a verification costs is not taken to be one plain step, it is measured.
 """
 
 from array import array
@@ -26,25 +27,32 @@ class DraftTotals:
     num_drafts: int = 0  # rows that brought drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    num_refused: int = 0  # rows with a draft that was refused
-    offered: Counter[int] = field(default_factory=Counter)  # position -> drafts that reached it
-    accepted: Counter[int] = field(default_factory=Counter)  # position -> drafts accepted there
+    num_refused: int = 0  # rows whose drafts went further than was accepted
+    depth: int = 0  # sum of the most drafts that could be accepted
+    offered: Counter[int] = field(default_factory=Counter)  # position -> rows with drafts that reached it
+    accepted: Counter[int] = field(default_factory=Counter)  # position -> rows with a draft accepted there
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
+    def add(self, num_drafts: int, num_accepted: int, depth: int | None = None) -> None:
+        """A row's drafts; `depth` is that of a tree, None for a chain of them. The positions of a tree are its depths."""
         if not num_drafts:
             return
+        depth = num_drafts if depth is None else depth
+        self.depth += depth
         self.num_drafts += 1
         self.draft_tokens += num_drafts
         self.accepted_tokens += num_accepted
-        self.num_refused += num_accepted < num_drafts
-        self.offered.update(range(num_drafts))
+        self.num_refused += num_accepted < depth
+        self.offered.update(range(depth))
         self.accepted.update(range(num_accepted))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """One line of requests.jsonl. Drafts after the token that ended the request count neither way."""
-        steps = zip(line["tokens_per_step"], line["drafts_per_step"], line["accepted_per_step"], strict=True)
-        for num_tokens, num_drafts, num_accepted in steps:
-            self.add(num_drafts if num_tokens > num_accepted else num_accepted, num_accepted)
+        names = ("tokens_per_step", "drafts_per_step", "accepted_per_step", "draft_depth_per_step")
+        for num_tokens, num_drafts, num_accepted, depth in zip(*(line[name] for name in names), strict=True):
+            if num_tokens > num_accepted:
+                self.add(num_drafts, num_accepted, depth)
+            else:
+                self.add(num_accepted, num_accepted)
 
     @property
     def alpha(self) -> float:
@@ -63,7 +71,7 @@ class DraftTotals:
             "acceptance_per_position": [self.accepted[i] / self.offered[i] for i in sorted(self.offered)],
             "mean_accepted_length": 1 + self.accepted_tokens / self.num_drafts,
             "alpha": self.alpha,
-            "gamma": self.draft_tokens / self.num_drafts,
+            "gamma": self.depth / self.num_drafts,
         }
 
 
@@ -138,7 +146,7 @@ class _Steps:
     ms: float = 0.0  # proposing not counted
     draft_ms: float = 0.0
     num_drafting: int = 0
-    num_drafts: int = 0
+    depth: int = 0
     num_accepted: int = 0
 
 
@@ -166,7 +174,7 @@ class SpecTimes:
             steps.ms += own_ms
             steps.draft_ms += line["draft_ms"]
             steps.num_drafting += line["num_drafting"]
-            steps.num_drafts += line["num_drafts"]
+            steps.depth += line["draft_depth"]
             steps.num_accepted += line["num_accepted"]
 
     def metrics(self, alpha: float) -> dict[str, Any]:
@@ -187,7 +195,7 @@ class SpecTimes:
             plain_ms += steps.count * each_ms
             ms += steps.ms
             draft_ms += steps.draft_ms
-            more = steps.num_drafting * (expected_tokens(alpha, steps.num_drafts / steps.num_drafting) - 1)
+            more = steps.num_drafting * (expected_tokens(alpha, steps.depth / steps.num_drafting) - 1)
             expected += (steps.count + more / num) * each_ms  # the time that plain steps take for as many tokens
             measured += (steps.count + steps.num_accepted / num) * each_ms
         speedup = {

@@ -17,13 +17,16 @@ class Timeline:
     token_counts: list[int] = field(default_factory=list)  # how many it brought
     accepted_counts: list[int] = field(default_factory=list)  # drafts accepted among them
     draft_counts: list[int] = field(default_factory=list)  # drafts that were verified
+    draft_depths: list[int] = field(default_factory=list)  # the most of them that could be accepted: of a tree, its depth
     finish_s: float | None = None
 
-    def add_tokens(self, now_s: float, count: int, accepted: int = 0, drafts: int = 0) -> None:
+    def add_tokens(self, now_s: float, count: int, accepted: int = 0, drafts: int = 0, depth: int | None = None) -> None:
+        """A step that brought tokens. `depth`: of its drafts, None for a chain of them."""
         self.token_times_s.append(now_s)
         self.token_counts.append(count)
         self.accepted_counts.append(accepted)
         self.draft_counts.append(drafts)
+        self.draft_depths.append(drafts if depth is None else depth)
 
     @property
     def num_tokens(self) -> int:

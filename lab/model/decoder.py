@@ -156,6 +156,7 @@ class Decoder(nn.Module):
     """
 
     aux_layers: tuple[int, ...] = ()
+    states_width = 0  # it takes nothing but ids and positions
 
     def __init__(self, build: Build) -> None:
         super().__init__()

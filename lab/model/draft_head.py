@@ -8,6 +8,7 @@ Entry j of a row is made of hidden state j and token j + 1; its result guesses t
 takes the place of the hidden state of the next, so that the head goes on by itself.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lab.model.checkpoint import Checkpoint
 from lab.model.config import ModelConfig, read_config_as, read_json
 from lab.model.decoder import Build, Decoder, FeedForward, SelfAttention
 from lab.model.layers.attention import AttentionLayer
+from lab.model.layers.embed import Embedding
 from lab.model.layers.linear import Linear
 from lab.model.layers.rope import Rope
 from lab.model.pickled_checkpoint import PickledCheckpoint
@@ -58,6 +60,10 @@ class EagleHead(nn.Module):
     def __init__(self, build: Build, kind: str, draft_vocab: int | None, *, has_bias: bool) -> None:
         super().__init__()
         size = build.config.hidden_size
+        self.build = build
+        self.fused, self.batch_invariant = build.fused, build.batch_invariant
+        self.states_width = size
+        self.compiled: Callable[..., torch.Tensor] | None = None  # what runs in the place of `forward`, once it is compiled
         self.kind = kind
         self.fuses = kind == "eagle3"
         self.aux_layers: tuple[int, ...] = ()
@@ -65,6 +71,7 @@ class EagleHead(nn.Module):
         self.layer = EagleLayer(build, "midlayer" if self.fuses else "layers.0", fuses=self.fuses)
         self.norm = build.norm("norm", size) if self.fuses else None
         self.rope = Rope(build.config.rope, build.max_model_len, build.device, build.fused)
+        self.embed: Embedding | None = None  # the target's
         self.draft_ids: torch.Tensor | None = None
         self._draft_vocab = draft_vocab
         self._lm_head: Linear | None = None
@@ -79,9 +86,17 @@ class EagleHead(nn.Module):
             return hidden_TD
         return self.fc(aux_ATD.transpose(0, 1).flatten(1))
 
-    def forward(self, states_TD: torch.Tensor, embeds_TD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """What stands in for the hidden states one position further on; in the forward context of the head's own cache."""
+    def run(self, states_TD: torch.Tensor, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """`forward`, compiled where it is."""
+        return (self.compiled or self)(ids_T.int(), positions_T, states_TD.contiguous())
+
+    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, states_TD: torch.Tensor) -> torch.Tensor:
+        """What stands in for the hidden states one position further on; in the forward context of the head's own cache.
+
+        `ids_T` are the target's, of the tokens behind these positions.
+        """
         cos, sin = self.rope(positions_T)
+        embeds_TD = self.embed(ids_T)
         if self.fuses:
             hidden_TD, delta_TD = self.layer(states_TD, embeds_TD, cos, sin)
         else:
@@ -150,6 +165,7 @@ def load_head(folder: Path, kind: str, target: Decoder, config: ModelConfig, bui
                 if hasattr(module, "load"):
                     module.load(checkpoint)
             head.take_vocabulary(build, checkpoint, target)
+            head.embed = target.embed
         if extra := sorted(set(checkpoint.names()) - checkpoint.used - {OF_THE_TARGET, "t2d", "d2t"}):
             raise UserError(f"{checkpoint.file_of(extra[0])}: tensor '{extra[0]}' belongs to no part of an {kind} head.")
     finally:

@@ -28,7 +28,7 @@ from lab.errors import UserError
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-march=native", "-fvisibility=hidden", "-fno-math-errno"),
+    *("-O3", "-std=c++20", "-fPIC", "-march=native", "-fvisibility=hidden", "-fno-math-errno"),
     *("-fno-trapping-math", "-Wall"),
 )
 DIGEST_BYTES = 32
@@ -56,7 +56,7 @@ def has_python_headers() -> bool:
 def available() -> str | None:
     """Why nothing can be built here, and what to install; None when building is possible."""
     if find_compiler() is None:
-        return "no C++ compiler was found; install g++ (or clang++ with libomp), or set CXX to one"
+        return "no C++ compiler was found; install g++ (or clang++), or set CXX to one"
     return None
 
 
@@ -181,10 +181,8 @@ def _compile(name: str, flags: Sequence[str]) -> list[str]:
 
 
 def _libraries() -> list[str]:
-    """What to link with. OpenMP is torch's own copy where it brings one: a second one would bring a second team of threads."""
-    folder = _torch_folder() / "lib"
-    openmp = [str(file) for file in sorted(folder.glob("libgomp*.so*"))][:1] or ["-fopenmp"]
-    return [f"-L{folder}", "-ltorch_cpu", "-lc10", *openmp]
+    """What to link with."""
+    return [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
 def _torch_folder() -> Path:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lab.runner.buffers import SHARED, HostBatch, HostTable, InputBuffers
+from lab.runner.buffers import SHARED, HostBatch, HostTable, HostTrees, InputBuffers
 from lab.runner.rows import Rows
+from lab.sample.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,29 @@ class Share:
     num_tokens: int
     num_drafts: int  # its last so many tokens are drafts
     samples: bool
+    tree: Tree | None = None  # that its drafts are; None: a chain
+
+    @property
+    def draft_depth(self) -> int:
+        """The most drafts that can be accepted."""
+        return self.num_drafts if self.tree is None else self.tree.depth
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTrees:
+    """Which keys of this step's drafts a token may see, where drafts are trees.
+
+    The nodes of row r lie in its slots start_R .. ctx_len_R - 1, in their order, and bit i of a token's ancestors is the node
+    in slot start_R + i: its key is seen where the bit is set, a node's own bit included. Of the slots before start_R all is as
+    in other rows: a token sees those up to its own. A row without a tree has start_R = ctx_len_R, and bits that mean nothing.
+
+    A node's position, which rotations and windows go by, is start_R - 1 + its depth, the number of its bits.
+    """
+
+    start_R: torch.Tensor  # int32
+    ancestors_T: torch.Tensor  # int64
+    start_R_cpu: np.ndarray
+    ancestors_T_cpu: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,7 @@ class Batch:
     q_start_R1_cpu: np.ndarray
     ctx_len_R_cpu: np.ndarray
     blocks_RM_cpu: np.ndarray
+    trees: BatchTrees | None = None  # None: no row's drafts are a tree
     others: "tuple[Batch, ...]" = ()  # of the first group's batch: those of the other groups
 
     def of_group(self, group: int) -> "Batch":
@@ -57,7 +82,8 @@ class BatchBuilder:
     """Gathers a `Batch` from the rows; all arithmetic is on the host, one copy to the device each.
 
     With `buffers` the batch's tensors are views of them, at the same addresses in every step. `max_len` is the length of the
-    longest row (None: as many tokens as a row has places for).
+    longest row (None: as many tokens as a row has places for). With `has_trees` rows may have trees of drafts, and then a batch
+    in buffers always has `trees`, so that a captured graph is of either sort of step.
     """
 
     def __init__(
@@ -67,8 +93,10 @@ class BatchBuilder:
         device: torch.device,
         buffers: InputBuffers | None = None,
         max_len: int | None = None,
+        has_trees: bool = False,
     ) -> None:
         self._rows = rows
+        self._always_trees = has_trees and buffers is not None
         self._max_len = max_len or rows.tokens_RC.shape[1]
         self._block_size = block_size
         self._device = device
@@ -93,11 +121,15 @@ class BatchBuilder:
         else:
             row_T = np.repeat(row_R, count_R)
             positions_T = np.arange(num_tokens) + np.repeat(start_R - q_start_R1[:-1], count_R)
+        places_T = positions_T  # of the tokens in their rows: that of a node of a tree is not its position
         ctx_len_R = (start_R + count_R).astype(np.int32)
         max_ctx = int(ctx_len_R.max())
-        width, number_T, offset_T = -(-max_ctx // block_size), positions_T // block_size, positions_T % block_size
+        width, number_T, offset_T = -(-max_ctx // block_size), places_T // block_size, places_T % block_size
+        trees = None
+        if self._always_trees or any(share.tree is not None for share in shares):
+            trees, positions_T = _trees(shares, q_start_R1, ctx_len_R, places_T)
         host = HostBatch(
-            input_ids_T=rows.tokens_RC[row_T, positions_T],
+            input_ids_T=rows.tokens_RC[row_T, places_T],
             positions_T=positions_T,
             q_start_R1=q_start_R1,
             ctx_len_R=ctx_len_R,
@@ -106,6 +138,7 @@ class BatchBuilder:
                 HostTable(table[row_T, number_T].astype(np.int64) * block_size + offset_T, table[row_R, :width])
                 for table in rows.tables
             ],
+            trees=trees,
         )
         return self._on_device(host, int(count_R.max()), max_ctx, padded_tokens, padded_rows)
 
@@ -128,6 +161,7 @@ class BatchBuilder:
             ctx_len_R=ctx_len_R,
             logits_idx_L=q_start_R1[1:].astype(np.int64) - 1,
             tables=[table] * len(self._rows.tables),
+            trees=HostTrees(ctx_len_R, np.zeros(num_tokens, np.int64)) if self._always_trees else None,
         )
         max_q = int(count_R.max()) if is_uniform else min(num_tokens, self._max_len)
         return self._on_device(host, max_q, int(ctx_len_R.max()), 0, num_rows)
@@ -149,6 +183,10 @@ class BatchBuilder:
             {"slots_T": tensors[f"slots_T {g}"], "blocks_RM": tensors[f"blocks_RM {g}"], "blocks_RM_cpu": table.blocks_RM}
             for g, table in enumerate(host.tables)
         ]
+        trees = None
+        if host.trees is not None:
+            of_device = tensors["tree_start_R"], tensors["ancestors_T"]
+            trees = BatchTrees(*of_device, host.trees.start_R, host.trees.ancestors_T)
         batch = Batch(
             num_tokens=len(padded.input_ids_T),
             num_rows=len(host.ctx_len_R),
@@ -157,6 +195,7 @@ class BatchBuilder:
             **{name: tensors[name] for name in SHARED},
             q_start_R1_cpu=host.q_start_R1,
             ctx_len_R_cpu=host.ctx_len_R,
+            trees=trees,
             **own[0],
         )
         return replace(batch, others=tuple(replace(batch, **of_group) for of_group in own[1:])) if len(own) > 1 else batch
@@ -166,6 +205,23 @@ class BatchBuilder:
         if self._device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _trees(
+    shares: list[Share], q_start_R1: np.ndarray, ctx_len_R: np.ndarray, places_T: np.ndarray
+) -> tuple[HostTrees, np.ndarray]:
+    """The trees of a step, and the positions of its tokens."""
+    positions_T = places_T.copy()
+    start_R, ancestors_T = ctx_len_R.copy(), np.zeros(len(places_T), np.int64)
+    for index, share in enumerate(shares):
+        if share.tree is None:
+            continue
+        end = int(q_start_R1[index + 1])
+        nodes = slice(end - share.num_drafts, end)
+        start_R[index] -= share.num_drafts
+        positions_T[nodes] = start_R[index] - 1 + np.array(share.tree.depths)
+        ancestors_T[nodes] = share.tree.ancestors
+    return HostTrees(start_R, ancestors_T), positions_T
 
 
 def _logits_index(shares: list[Share], q_start_R1: np.ndarray) -> np.ndarray:

@@ -18,6 +18,17 @@ class HostTable:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTrees:
+    """The arrays of a `BatchTrees`."""
+
+    start_R: np.ndarray
+    ancestors_T: np.ndarray
+
+    def padded(self, num_tokens: int, num_rows: int) -> "HostTrees":
+        return HostTrees(np.pad(self.start_R, (0, num_rows)), np.pad(self.ancestors_T, (0, num_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
 class HostBatch:
     """The arrays of a `Batch`, by the same names; `tables` has those of each KV group."""
 
@@ -27,12 +38,15 @@ class HostBatch:
     ctx_len_R: np.ndarray
     logits_idx_L: np.ndarray
     tables: list[HostTable]
+    trees: HostTrees | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array; a group's number follows the name of its own."""
         found = {name: getattr(self, name) for name in SHARED}
         for group, table in enumerate(self.tables):
             found[f"slots_T {group}"], found[f"blocks_RM {group}"] = table.slots_T, table.blocks_RM
+        if self.trees is not None:
+            found["tree_start_R"], found["ancestors_T"] = self.trees.start_R, self.trees.ancestors_T
         return found
 
     def padded(self, num_tokens: int, num_rows: int) -> "HostBatch":
@@ -53,6 +67,7 @@ class HostBatch:
                 )
                 for table in self.tables
             ],
+            trees=None if self.trees is None else self.trees.padded(tokens, rows),
         )
 
 
@@ -69,6 +84,8 @@ class InputBuffers:
             "q_start_R1": ((max_rows + 1,), torch.int32),
             "ctx_len_R": ((max_rows,), torch.int32),
             "logits_idx_L": ((max_tokens,), torch.int64),
+            "tree_start_R": ((max_rows,), torch.int32),
+            "ancestors_T": ((max_tokens,), torch.int64),
         }
         for group in range(num_groups):
             shapes[f"slots_T {group}"] = (max_tokens,), torch.int64

@@ -7,6 +7,7 @@ blocks of the pool.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,19 @@ import torch
 
 from lab.context import ForwardContext, forward_context
 from lab.contracts.attention import Attention
-from lab.runner.batch import Batch
+from lab.contracts.spec import Proposer
+from lab.runner.batch import Batch, BatchTrees
 from lab.runner.rows import Rows
 
 
-def scratch_blocks(num_drafts: int, block_size: int) -> int:
-    """Blocks that `num_drafts` positions take beyond those that a row has, wherever they begin."""
-    return -(-num_drafts // block_size)
+def scratch_positions(proposer: Proposer) -> int:
+    """Positions that a proposer's own layers need beyond a row's known tokens."""
+    return proposer.num_drafts if proposer.num_scratch is None else proposer.num_scratch
+
+
+def scratch_blocks(num_positions: int, block_size: int) -> int:
+    """Blocks that so many positions take beyond those that a row has, wherever they begin."""
+    return -(-num_positions // block_size)
 
 
 class RowsDraftCache:
@@ -34,18 +41,18 @@ class RowsDraftCache:
         *,
         block_size: int,
         num_blocks: int,
-        num_drafts: int,
+        num_scratch: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """`kv` holds num_blocks blocks of the pool, and after them `scratch_blocks` for each row."""
+        """`kv` holds num_blocks blocks of the pool, and after them `scratch_blocks` of num_scratch positions for each row."""
         self._rows = rows
         self._backends = backends
         self._distinct = list(dict.fromkeys(backends))
         self._kv = kv
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._num_scratch = scratch_blocks(num_drafts, block_size)
+        self._num_scratch = scratch_blocks(num_scratch, block_size)
         self._last_position = max_model_len - 1
         self._device = device
 
@@ -69,6 +76,18 @@ class RowsDraftCache:
         row_T, q_start_R1 = np.arange(len(rows_R)), np.arange(len(rows_R) + 1, dtype=np.int32)
         ids_T = np.zeros(len(rows_R), np.int32)
         return [self._made(tables_RM, row_T, start_R + index, start_R + index + 1, q_start_R1, ids_T) for index in range(num)]
+
+    def level(self, rows_R: np.ndarray, start_R: np.ndarray, depth: int, first: int, ancestors_RF: np.ndarray) -> Batch:
+        num_rows, width = ancestors_RF.shape
+        end = first + width
+        tables_RM = self._tables(rows_R, int(start_R.max()) + end)
+        row_T, q_start_R1 = np.repeat(np.arange(num_rows), width), np.arange(num_rows + 1, dtype=np.int32) * width
+        slot_position_T = start_R[row_T] + first + np.tile(np.arange(width), num_rows)
+        made = self._made(tables_RM, row_T, slot_position_T, start_R + end, q_start_R1, np.zeros(len(row_T), np.int32))
+        start_R, ancestors_T = start_R.astype(np.int32), np.ascontiguousarray(ancestors_RF).reshape(-1)
+        trees = BatchTrees(self._to_device(start_R), self._to_device(ancestors_T), start_R, ancestors_T)
+        positions_T = np.minimum(start_R[row_T].astype(np.int64) + depth - 1, self._last_position)
+        return replace(made, positions_T=self._to_device(positions_T), trees=trees)
 
     def _tables(self, rows_R: np.ndarray, max_ctx: int) -> np.ndarray:
         """The rows' block tables up to max_ctx tokens, scratch blocks in the places of those that they do not have."""

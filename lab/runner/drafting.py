@@ -10,9 +10,10 @@ from lab.contracts.spec import Draft, Proposer, ProposeView, StepView
 from lab.errors import PluginFault
 from lab.kv.store import KVStore
 from lab.runner.batch import Batch, Share
-from lab.runner.draft_cache import RowsDraftCache
+from lab.runner.draft_cache import RowsDraftCache, scratch_positions
 from lab.runner.rows import Rows
 from lab.sample.sampler import Sampler
+from lab.sample.tree import Tree
 from lab.types import NewRow
 
 NO_LIMIT = np.iinfo(np.int64).max
@@ -80,7 +81,7 @@ class Drafting:
         for share, new_ids in zip(sampling, token_ids, strict=True):
             dry = self._dry.pop(share.row, None)
             is_dry = dry is not None and not share.num_drafts
-            offered.append(1 if is_dry else share.num_drafts)
+            offered.append(1 if is_dry else share.draft_depth)
             accepted.append(int(new_ids[0] == dry) if is_dry else len(new_ids) - 1)
         self._length.observe(
             Verified(
@@ -109,7 +110,7 @@ class Drafting:
                 store.draft_layers,
                 block_size=block_size,
                 num_blocks=store.num_blocks,
-                num_drafts=self.num_drafts,
+                num_scratch=scratch_positions(self._proposer),
                 max_model_len=max_model_len,
                 device=device,
             )
@@ -134,21 +135,15 @@ class Drafting:
             return {}
         rows_R = np.array(row_ids)
         lengths_R = self._rows.lengths_R[rows_R]
-        # the step that verifies S drafts adds up to S + 1 tokens
-        limits_R = np.clip(end_R - lengths_R - 1, 0, np.minimum(self._most_R[rows_R], self.num_drafts))
+        limits_R, depths_R = self._room(end_R - lengths_R - 1, rows_R)
         dry_R = self._limit(rows_R, limits_R)
-        temperatures_R, uniforms_RS = None, None
-        if self._sampler is not None:
-            temperatures_R = self._sampler.temperatures(rows_R)
-            if temperatures_R is not None:
-                uniforms_RS = self._sampler.draft_uniforms(rows_R, self.num_drafts)
+        view = ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, **self._chances(rows_R), depths_R=depths_R)
         begin = time.perf_counter()
-        draft = self._proposer.propose(
-            ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, temperatures_R, uniforms_RS)
-        )
+        draft = self._proposer.propose(view)
         self._draft_ms = self._shown_ms + (time.perf_counter() - begin) * 1e3
         self._num_asked = int(np.count_nonzero(limits_R))
         self._check(draft, limits_R.tolist())
+        trees = self._trees(draft, depths_R)
         proposed = {}
         for index, (row, token_ids) in enumerate(zip(row_ids, draft.token_ids, strict=True)):
             if dry_R[index]:
@@ -157,12 +152,34 @@ class Drafting:
                     self._dry[row] = token_ids[0]
                 continue
             proposed[row] = token_ids
-            self._rows.set_drafts(row, token_ids)
+            self._rows.set_drafts(row, token_ids, trees[index])
             if draft.probs_RSV is not None:
                 self._probs[row] = draft.probs_RSV[index]
             else:
                 self._probs.pop(row, None)
         return proposed
+
+    def _room(self, room_R: np.ndarray, rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """How many drafts each row may have where its text can grow by so many tokens beside the one that follows drafts, and
+        how deep a tree of them.
+        """
+        most_R = np.minimum(self._most_R[rows_R], self.num_drafts)
+        depth = self._proposer.tree_depth
+        if not depth:
+            return np.clip(room_R, 0, most_R), None
+        depths_R = np.clip(room_R, 0, depth)
+        return np.where(depths_R > 0, most_R, 0), depths_R
+
+    def _chances(self, rows_R: np.ndarray) -> dict[str, np.ndarray | None]:
+        """What rows that sample draw their drafts by; nothing where none does."""
+        temperatures_R = None if self._sampler is None else self._sampler.temperatures(rows_R)
+        if temperatures_R is None:
+            return {}
+        if depth := self._proposer.tree_depth:
+            found = {"uniforms_RDS": self._sampler.tree_uniforms(rows_R, depth, self.num_drafts)}
+        else:
+            found = {"uniforms_RS": self._sampler.draft_uniforms(rows_R, self.num_drafts)}
+        return {"temperatures_R": temperatures_R, **found}
 
     def _limit(self, rows_R: np.ndarray, limits_R: np.ndarray) -> np.ndarray:
         """Lower the limits to what the draft length allows. Returns which rows are tried dry: their limit is 1."""
@@ -191,6 +208,32 @@ class Drafting:
             elif num:  # one-hot, proposed in another step than those beside it
                 probs_RSV[index, range(num), self._rows.drafts(share.row, num)] = 1.0
         return probs_RSV
+
+    def _trees(self, draft: Draft, depths_R: np.ndarray | None) -> list[Tree | None]:
+        """The trees that the rows' drafts are, None where they are a chain."""
+        if draft.parents is None:
+            return [None] * len(draft.token_ids)
+        name = f"spec plugin '{self._proposer.name}'"
+        if depths_R is None:
+            raise PluginFault(f"{name} proposed a tree, and its tree_depth is 0.")
+        if len(draft.parents) != len(draft.token_ids):
+            raise PluginFault(f"{name} gave parents for {len(draft.parents)} rows of {len(draft.token_ids)}.")
+        trees: list[Tree | None] = []
+        for row, (parents, token_ids) in enumerate(zip(draft.parents, draft.token_ids, strict=True)):
+            if len(parents) != len(token_ids):
+                raise PluginFault(
+                    f"{name} gave {len(parents)} parents for the {len(token_ids)} drafts of row {row} of its view."
+                )
+            try:
+                tree = Tree.of(parents)
+            except ValueError as error:
+                raise PluginFault(f"{name}, row {row} of its view: {error}.") from None
+            if tree.depth > depths_R[row]:
+                raise PluginFault(
+                    f"{name} proposed a tree of depth {tree.depth} for row {row}, which may be {depths_R[row]} deep."
+                )
+            trees.append(tree if token_ids and not tree.is_chain else None)
+        return trees
 
     def _check(self, draft: Draft, limits: list[int]) -> None:
         name = f"spec plugin '{self._proposer.name}'"

@@ -1,7 +1,7 @@
 """The target as proposers see it, and what loads their own layers for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from lab.errors import UserError
 from lab.model.config import ModelConfig, read_config
 from lab.model.decoder import Decoder
-from lab.model.draft_head import load_head
+from lab.model.draft_head import EagleHead, load_head
 from lab.model.medusa_head import load_medusa
 from lab.model.source import resolve_model
 
@@ -27,6 +27,7 @@ class BoundTarget:
     max_rows: int
     max_model_len: int
     load: Callable[[Path, ModelConfig], Decoder]  # another model, unquantized
+    heads: list[EagleHead] = field(default_factory=list)  # that were loaded
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.model.embed(ids_T)
@@ -41,7 +42,9 @@ class BoundTarget:
     def load_head(self, folder: Path, kind: str) -> nn.Module:
         if kind == "medusa1":
             return load_medusa(folder, self.model, self.config, self.model.build)
-        return load_head(folder, kind, self.model, self.config, self.model.build)
+        head = load_head(folder, kind, self.model, self.config, self.model.build)
+        self.heads.append(head)
+        return head
 
     def load_model(self, path: str) -> nn.Module:
         folder = resolve_model(path)

@@ -1,20 +1,23 @@
 """Edits of logits that depend on a request: bias, penalties, banned and allowed tokens.
 
 `RowEdits` holds what one request asks for and the history it is judged by; it exists only for requests that ask for
-anything. In a step, each of a request's logit rows (row j follows drafts 0 .. j-1) adds its edits to one `EditBatch` as
-plain indices, and the batch is applied to all rows with a handful of gathers and scatters: the cost goes with the number
-of tokens edited, not with the vocabulary.
+anything. In a step, each of a request's logit rows (row 0 follows the last known token, row 1 + i draft i and those on its way)
+adds its edits to one `EditBatch` as plain indices, and the batch is applied to all rows with a handful of gathers and scatters:
+the cost goes with the number of tokens edited, not with the vocabulary.
 
 Bans come last here although they are documented as the first transform: minus infinity absorbs bias and penalties, so the
 two orders agree, and no bias can then lift a ban. A ban is BANNED, not minus infinity: where bans leave none of the
 allowed tokens, one of these is still chosen (the lowest id when greedy), and nothing becomes NaN.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from lab.sample.transfer import to_device
+from lab.sample.tree import ROOT, Tree
 from lab.sampling_params import SamplingParams
 
 BANNED = -1e30  # finite, and far below what bias and penalties can do
@@ -42,8 +45,9 @@ class History:
             self._counts[slot] += 1
             self._seen[slot] = True
 
-    def after(self, draft_ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The history as each logit row sees it, row j with drafts 0 .. j-1 counted as put out.
+    def after(self, draft_ids: list[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The history as each logit row sees it: row 0 without drafts, row 1 + i with draft i and those on its way counted as
+        put out.
 
         Returns:
             token ids of shape X; counts (float64) and seen (bool) of shape (1 + number of drafts) x X.
@@ -51,9 +55,10 @@ class History:
         slots = [self._slot(token) for token in draft_ids]
         counts = np.repeat(self._counts[None, : self._num], 1 + len(slots), 0)
         seen = np.repeat(self._seen[None, : self._num], 1 + len(slots), 0)
-        for index, slot in enumerate(slots):
-            counts[index + 1 :, slot] += 1
-            seen[index + 1 :, slot] = True
+        for row, (slot, parent) in enumerate(zip(slots, parents, strict=True), 1):
+            counts[row], seen[row] = counts[parent + 1], seen[parent + 1]
+            counts[row, slot] += 1
+            seen[row, slot] = True
         return self._ids[: self._num], counts, seen
 
     def _slot(self, token: int) -> int:
@@ -159,28 +164,34 @@ class RowEdits:
         if self._tail_length:
             self._tail = (self._tail + token_ids)[-self._tail_length :]
 
-    def add_to(self, batch: EditBatch, first_row: int, num_output: int, draft_ids: list[int]) -> None:
-        """Add the edits of the rows first_row .. first_row + len(draft_ids), which follow `num_output` outputs and drafts."""
+    def add_to(self, batch: EditBatch, first_row: int, num_output: int, draft_ids: list[int], tree: Tree | None = None) -> None:
+        """Add the edits of the rows first_row .. first_row + len(draft_ids), which follow `num_output` outputs and drafts: a
+        chain of these, or a tree.
+        """
         rows_X = np.arange(first_row, first_row + 1 + len(draft_ids))
+        parents = range(ROOT, len(draft_ids) - 1) if tree is None else tree.parents
         if len(self._bias_ids):
             batch.bias(rows_X, self._bias_ids, self._bias)
         if self._history is not None:
-            ids_Y, counts_XY, seen_XY = self._history.after(draft_ids)
+            ids_Y, counts_XY, seen_XY = self._history.after(draft_ids, parents)
             amounts_XY = self._params.frequency_penalty * counts_XY + self._params.presence_penalty * (counts_XY > 0)
             batch.penalise(rows_X, ids_Y, np.where(seen_XY, self._factor, 1.0), _bounded(amounts_XY))
         if len(self._end_ids) and num_output < self._params.min_tokens:
-            batch.ban(rows_X[: self._params.min_tokens - num_output], self._end_ids)
+            depths_X = np.arange(len(rows_X)) if tree is None else np.array((0, *tree.depths))
+            batch.ban(rows_X[num_output + depths_X < self._params.min_tokens], self._end_ids)
         if len(self._banned_ids):
             batch.ban(rows_X, self._banned_ids)
         if self._banned_words:
-            self._ban_words(batch, rows_X, draft_ids)
+            self._ban_words(batch, rows_X, draft_ids, parents)
         if self._allowed_ids is not None:
             batch.allow_only(rows_X, self._allowed_ids)
 
-    def _ban_words(self, batch: EditBatch, rows_X: np.ndarray, draft_ids: list[int]) -> None:
+    def _ban_words(self, batch: EditBatch, rows_X: np.ndarray, draft_ids: list[int], parents: Sequence[int]) -> None:
         """Ban the last token of each word whose other tokens are the end of prompt, output and drafts."""
-        for index in range(len(rows_X)):
-            history = self._tail + draft_ids[:index]
+        histories = [self._tail]
+        for token, parent in zip(draft_ids, parents, strict=True):
+            histories.append([*histories[parent + 1], token])
+        for index, history in enumerate(histories):
             ends = {word[-1] for word in self._banned_words if history[1 - len(word) :] == word[:-1]}
             if ends:
                 batch.ban(rows_X[index : index + 1], np.fromiter(ends, np.int64, len(ends)))

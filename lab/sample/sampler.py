@@ -5,6 +5,7 @@ it, on how its tokens were spread over steps, or on preemptions. Random numbers 
 (lab/sample/randomness.py), the history is the sampler's own and is written as tokens come out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,8 @@ from lab.sample.ordering import first_argmax
 from lab.sample.penalties import EditBatch, RowEdits
 from lab.sample.randomness import Purpose, uniforms
 from lab.sample.transfer import to_device
-from lab.sample.verify import accept, rejection_targets
+from lab.sample.tree import Tree
+from lab.sample.verify import DrawnTree, accept, follow, rejection_targets, tree_targets
 from lab.sampling_params import SamplingParams
 from lab.types import TokenLogprobs
 
@@ -28,6 +30,7 @@ class SampleOutput:
 
     token_ids: list[list[int]]  # accepted drafts and one more token
     logprobs: list[list[TokenLogprobs] | None] | None  # one per token, for the rows that want them
+    paths: list[list[int]] | None = None  # which drafts were accepted, where any are a tree; None: the first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Sampler:
         num_drafts: list[int],
         drafts: list[list[int]],
         draft_probs: Tensor | None = None,
+        trees: Sequence[Tree | None] | None = None,
     ) -> SampleOutput:
         """Verify drafts and choose the next token of each row, and take the tokens into the rows' histories.
 
@@ -91,32 +95,40 @@ class Sampler:
             drafts: the draft tokens of each request.
             draft_probs: of shape len(rows) x at least max(num_drafts) x V, the distributions that the drafts were drawn
                 from; None when each draft is a one-hot proposal.
+            trees: of the requests whose drafts are a tree, None for a chain; None when all are chains.
         """
-        layout = self._layout(rows, num_drafts)
+        layout = self._layout(rows, num_drafts, trees)
         assert logits_LV.shape == (len(layout.rows_L), self._vocab_size), f"logits of shape {tuple(logits_LV.shape)}"
         rows_R = np.asarray(rows, np.int64)
         if (self._greedy_R[rows_R] & ~self._edited_R[rows_R]).all():
             targets = first_argmax(logits_LV).tolist()
         else:
-            targets = self._targets(logits_LV, layout, drafts, draft_probs).tolist()
-        token_ids = accept(targets, num_drafts, drafts)
+            targets = self._targets(logits_LV, layout, drafts, draft_probs, trees).tolist()
+        token_ids, paths = _accepted(targets, num_drafts, drafts, trees)
         self._count(rows_R, token_ids)
         for index in np.flatnonzero(self._edited_R[rows_R]):
             self._edits[rows[index]].append(token_ids[index])
-        return SampleOutput(token_ids, self._logprobs(logits_LV, rows_R, layout.starts, token_ids))
+        return SampleOutput(token_ids, self._logprobs(logits_LV, rows_R, layout.starts, token_ids, paths), paths)
 
     def needs_logits(self, rows: list[int]) -> bool:
         """Whether these rows want more of their logits than which one is the largest."""
         rows_R = np.asarray(rows, np.int64)
         return bool((~self._greedy_R[rows_R] | self._edited_R[rows_R] | (self._num_logprobs_R[rows_R] >= 0)).any())
 
-    def run_greedy(self, ids_L: Tensor, rows: list[int], num_drafts: list[int], drafts: list[list[int]]) -> SampleOutput:
+    def run_greedy(
+        self,
+        ids_L: Tensor,
+        rows: list[int],
+        num_drafts: list[int],
+        drafts: list[list[int]],
+        trees: Sequence[Tree | None] | None = None,
+    ) -> SampleOutput:
         """As `run`, for rows that need no logits: ids_L are those of the largest logits, the lowest among equals."""
         assert not self.needs_logits(rows), "a row is to be sampled, edited or reported with log-probabilities"
         assert len(ids_L) == len(rows) + sum(num_drafts), f"{len(ids_L)} ids for {len(rows)} rows"
-        token_ids = accept(ids_L.tolist(), num_drafts, drafts)
+        token_ids, paths = _accepted(ids_L.tolist(), num_drafts, drafts, trees)
         self._count(np.asarray(rows, np.int64), token_ids)
-        return SampleOutput(token_ids, None)
+        return SampleOutput(token_ids, None, paths)
 
     def prompt_logprobs(self, logits_XV: Tensor, next_ids: list[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens that follow these prompt positions, each with `num` alternatives."""
@@ -133,17 +145,36 @@ class Sampler:
         seeds_RS = np.broadcast_to(self._seeds_R[rows_R, None], positions_RS.shape)
         return uniforms(seeds_RS, positions_RS, Purpose.DRAFT)
 
+    def tree_uniforms(self, rows_R: np.ndarray, depth: int, num_drafts: int) -> np.ndarray:
+        """What the drafts of trees are drawn by, so many at each depth: RDS. Those of one output position are the same in each
+        step that drafts it, which is right: until the token there is decided none of them has been looked at.
+        """
+        shape = len(rows_R), depth, num_drafts
+        positions_RDS = np.broadcast_to(self._num_output_R[rows_R, None, None] + np.arange(depth)[:, None], shape)
+        seeds_RDS = np.broadcast_to(self._seeds_R[rows_R, None, None], shape)
+        return uniforms(seeds_RDS, positions_RDS, Purpose.DRAFT, np.broadcast_to(np.arange(num_drafts), shape))
+
     def _count(self, rows_R: np.ndarray, token_ids: list[list[int]]) -> None:
         self._num_output_R[rows_R] += np.fromiter(map(len, token_ids), np.int64, len(token_ids))
 
-    def _layout(self, rows: list[int], num_drafts: list[int]) -> _Layout:
+    def _layout(self, rows: list[int], num_drafts: list[int], trees: Sequence[Tree | None] | None) -> _Layout:
         sizes = np.asarray(num_drafts, np.int64) + 1
         starts = np.cumsum(sizes) - sizes
         rows_L = np.repeat(np.asarray(rows, np.int64), sizes)
         offsets_L = np.arange(len(rows_L)) - np.repeat(starts, sizes)
+        for start, tree in zip(starts.tolist(), trees or (), strict=bool(trees)):
+            if tree is not None:
+                offsets_L[start + 1 : start + 1 + len(tree.depths)] = tree.depths
         return _Layout(rows_L, offsets_L, self._num_output_R[rows_L] + offsets_L, starts)
 
-    def _targets(self, logits_LV: Tensor, layout: _Layout, drafts: list[list[int]], draft_probs: Tensor | None) -> np.ndarray:
+    def _targets(
+        self,
+        logits_LV: Tensor,
+        layout: _Layout,
+        drafts: list[list[int]],
+        draft_probs: Tensor | None,
+        trees: Sequence[Tree | None] | None,
+    ) -> np.ndarray:
         """The token of each logit row, on the supposition that the drafts before it are right."""
         greedy_L, edited_L = self._greedy_R[layout.rows_L], self._edited_R[layout.rows_L]
         targets_L = np.empty(len(greedy_L), np.int64)
@@ -153,7 +184,7 @@ class Sampler:
         x_WV = logits_LV if len(work) == len(greedy_L) else logits_LV[self._index(work)]
         if edited_L.any():
             x_WV = x_WV.clone() if x_WV is logits_LV else x_WV
-            self._edit(x_WV, layout, drafts, work)
+            self._edit(x_WV, layout, drafts, work, trees or [None] * len(drafts))
         greedy_W = greedy_L[work]
         if greedy_W.any():
             targets_L[work] = first_argmax(x_WV).cpu().numpy()
@@ -163,18 +194,20 @@ class Sampler:
             filters = self._filters[layout.rows_L[drawn]]
             targets_L[drawn] = sample(x_WV, filters, self._uniforms(layout, drawn, Purpose.SAMPLE))
             if draft_probs is not None:
-                self._reject(targets_L, x_WV, filters, drawn, layout, drafts, draft_probs)
+                self._reject(targets_L, x_WV, filters, drawn, layout, drafts, draft_probs, trees or [None] * len(drafts))
         return targets_L
 
-    def _edit(self, x_WV: Tensor, layout: _Layout, drafts: list[list[int]], work: np.ndarray) -> None:
+    def _edit(
+        self, x_WV: Tensor, layout: _Layout, drafts: list[list[int]], work: np.ndarray, trees: Sequence[Tree | None]
+    ) -> None:
         """Apply the edits of all requests to their logit rows among `work`, in place."""
         place_L = np.full(len(layout.rows_L), -1)
         place_L[work] = np.arange(len(work))
         batch = EditBatch(self._vocab_size)
-        for start, draft_ids in zip(layout.starts.tolist(), drafts, strict=True):
+        for start, draft_ids, tree in zip(layout.starts.tolist(), drafts, trees, strict=True):
             row = int(layout.rows_L[start])
             if self._edited_R[row]:
-                self._edits[row].add_to(batch, int(place_L[start]), int(self._num_output_R[row]), draft_ids)
+                self._edits[row].add_to(batch, int(place_L[start]), int(self._num_output_R[row]), draft_ids, tree)
         batch.apply(x_WV)
 
     def _reject(
@@ -186,8 +219,12 @@ class Sampler:
         layout: _Layout,
         drafts: list[list[int]],
         draft_probs: Tensor,
+        trees: Sequence[Tree | None],
     ) -> None:
         """Put rejection-sampled targets in the place of those of draft rows."""
+        if any(tree is not None for tree in trees):
+            self._reject_trees(targets_L, x_WV, filters, drawn, layout, drafts, draft_probs, trees)
+            drafts = [ids if tree is None else [-1] * len(ids) for ids, tree in zip(drafts, trees, strict=True)]
         drafts_L = np.array([token for draft_ids in drafts for token in (*draft_ids, -1)], np.int64)
         verified = np.flatnonzero(drafts_L[drawn] >= 0)
         if not len(verified):
@@ -202,15 +239,55 @@ class Sampler:
             self._uniforms(layout, rows_X, Purpose.RECOVER),
         )
 
+    def _reject_trees(
+        self,
+        targets_L: np.ndarray,
+        x_WV: Tensor,
+        filters: Filters,
+        drawn: np.ndarray,
+        layout: _Layout,
+        drafts: list[list[int]],
+        draft_probs: Tensor,
+        trees: Sequence[Tree | None],
+    ) -> None:
+        """As `_reject`, for the requests whose drafts are trees."""
+        place_L = np.full(len(layout.rows_L), -1)
+        place_L[drawn] = np.arange(len(drawn))
+        found, rows_L, requests = [], [], []
+        for index, (start, tree, draft_ids) in enumerate(zip(layout.starts.tolist(), trees, drafts, strict=True)):
+            if tree is not None and place_L[start] >= 0:
+                found.append(DrawnTree(tree, draft_ids, len(rows_L), index))
+                rows_L += range(start, start + 1 + len(draft_ids))
+                requests.append(start)
+        if not found:
+            return
+        starts_X, places = np.array(requests), place_L[rows_L]
+
+        def draw(index: np.ndarray, depths: np.ndarray, turns: np.ndarray, purpose: Purpose) -> np.ndarray:
+            starts = starts_X[index]
+            return uniforms(self._seeds_R[layout.rows_L[starts]], layout.positions_L[starts] + depths, purpose, turns)
+
+        target_LV = probabilities(x_WV[self._index(places)], filters[places])
+        for place, token in tree_targets(target_LV, draft_probs, found, draw).items():
+            targets_L[rows_L[place]] = token
+
     def _logprobs(
-        self, logits_LV: Tensor, rows_R: np.ndarray, starts: np.ndarray, token_ids: list[list[int]]
+        self,
+        logits_LV: Tensor,
+        rows_R: np.ndarray,
+        starts: np.ndarray,
+        token_ids: list[list[int]],
+        paths: list[list[int]] | None,
     ) -> list[list[TokenLogprobs] | None] | None:
         wanted = np.flatnonzero(self._num_logprobs_R[rows_R] >= 0).tolist()
         if not wanted:
             return None
         chosen = [token for request in wanted for token in token_ids[request]]
         lengths = [len(token_ids[request]) for request in wanted]
-        index = np.concatenate([starts[request] + np.arange(length) for request, length in zip(wanted, lengths, strict=True)])
+        places = [range(length) for length in lengths]
+        if paths is not None:
+            places = [(0, *(node + 1 for node in paths[request])) for request in wanted]
+        index = np.concatenate([starts[request] + np.array(its) for request, its in zip(wanted, places, strict=True)])
         nums = np.repeat(self._num_logprobs_R[rows_R[wanted]], lengths).tolist()
         logits_XV = logits_LV if len(index) == len(logits_LV) else logits_LV[self._index(index)]
         entries = iter(token_logprobs(logits_XV, chosen, nums))
@@ -224,3 +301,23 @@ class Sampler:
 
     def _index(self, index: np.ndarray) -> Tensor:
         return to_device(index, self._device)
+
+
+def _accepted(
+    targets: list[int], num_drafts: list[int], drafts: list[list[int]], trees: Sequence[Tree | None] | None
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """The tokens that each request puts out, and where there are trees which of its drafts they are."""
+    if not trees or all(tree is None for tree in trees):
+        return accept(targets, num_drafts, drafts), None
+    token_ids, paths, first = [], [], 0
+    for num, draft_ids, tree in zip(num_drafts, drafts, trees, strict=True):
+        own = targets[first : first + num + 1]
+        if tree is None:
+            (ids,) = accept(own, [num], [draft_ids])
+            path = list(range(len(ids) - 1))
+        else:
+            ids, path = follow(own, draft_ids, tree)
+        token_ids.append(ids)
+        paths.append(path)
+        first += num + 1
+    return token_ids, paths

@@ -36,6 +36,7 @@ class Scheduler:
         policy: orders the waiting requests and picks the victims.
         max_model_len: most tokens of a request, prompt and output together.
         num_drafts: most drafts a row may have verified in a step.
+        draft_depth: most of them that can be accepted, where drafts are trees; None: all, they are chains.
         debug: `preempt_every` and `check_integrity`.
     """
 
@@ -47,6 +48,7 @@ class Scheduler:
         *,
         max_model_len: int,
         num_drafts: int = 0,
+        draft_depth: int | None = None,
         debug: DebugSettings | None = None,
     ) -> None:
         _check_settings(settings)
@@ -55,6 +57,8 @@ class Scheduler:
         self.policy = policy
         self.max_model_len = max_model_len
         self.num_drafts = num_drafts
+        self._has_trees = draft_depth is not None
+        self._most_new = 1 + (num_drafts if draft_depth is None else draft_depth)  # tokens that a step adds to a row
         self.num_preemptions = 0
         self._debug = debug or DebugSettings()
         self._max_chunk = settings.long_prefill_token_threshold or settings.max_num_batched_tokens
@@ -180,7 +184,7 @@ class Scheduler:
         """
         if request.num_computed < request.num_prefill:
             return min(request.num_prefill - request.num_computed, budget, self._max_chunk), 0
-        most = len(request.token_ids) + request.num_in_flight
+        most = len(request.token_ids) + min(request.num_in_flight, self._most_new)  # of one step, of which not all nodes stand
         if most >= request.max_len:  # if all in flight is accepted, it ends there
             return 0, 0
         wanted = self.num_drafts if self.settings.async_scheduling else len(request.draft_ids)
@@ -188,7 +192,10 @@ class Scheduler:
             wanted = min(wanted, request.params.max_drafts)
         if wanted == 0:
             return 1, 0
-        num_drafts = max(0, min(wanted, request.max_len - most - 1, budget - 1 - num_behind))
+        room = request.max_len - most - 1
+        if self._has_trees and room > 0:  # it bounds their depth, which is the proposer's business
+            room = wanted
+        num_drafts = max(0, min(wanted, room, budget - 1 - num_behind))
         return 1 + num_drafts, num_drafts
 
     def _plan_waiting(self, plan: StepPlan, now: float) -> None:
@@ -299,6 +306,7 @@ class Scheduler:
             request.num_cached,
             request.num_preemptions,
             request.scheduled_s,
+            draft_depth=row.draft_depth,
         )
 
     def _append(self, request: Request, row: RowResult, num_drafts: int) -> list[int]:

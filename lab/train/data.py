@@ -21,6 +21,7 @@ class Text:
 
     ids: list[int]
     num_prompt: int
+    number: int = 0  # among all texts of a training
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class TextBatch:
 
     ids_RL: torch.Tensor
     asked_RL: torch.Tensor
+    numbers: list[int]  # of the texts
 
 
 def read_texts(path: Path, encode: Callable[[str], list[int]], vocab_size: int, max_len: int) -> list[Text]:
@@ -108,7 +110,7 @@ def batch_of(texts: list[Text]) -> TextBatch:
     for row, text in enumerate(texts):
         ids_RL[row, : len(text.ids)] = torch.tensor(text.ids)
         asked_RL[row, max(text.num_prompt - 1, 0) : len(text.ids) - 1] = True
-    return TextBatch(ids_RL, asked_RL)
+    return TextBatch(ids_RL, asked_RL, [text.number for text in texts])
 
 
 def digest(texts: list[Text]) -> str:

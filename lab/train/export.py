@@ -74,7 +74,6 @@ def _config(
     }
     if isinstance(head, Medusa):
         return {**common, "medusa_num_heads": len(head.blocks), "medusa_num_layers": 1}
-    layer = head.midlayer if isinstance(head, Eagle3) else head.layers[0]
     found = {
         **common,
         "model_type": "llama",
@@ -83,7 +82,7 @@ def _config(
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": layer.mlp.down_proj.in_features,
+        "intermediate_size": head.layer.mlp.down_proj.in_features,
         "rms_norm_eps": config.rms_norm_eps,
         **{name: config.raw[name] for name in ROPE if config.raw.get(name) is not None},
         "max_position_embeddings": config.max_position_embeddings,

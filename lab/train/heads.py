@@ -6,11 +6,11 @@ three of the target's layers, the embedding joins them at the attention's input,
 outputs. Medusa (Cai et al., https://arxiv.org/abs/2401.10774): head k, a residual block and a vocabulary projection,
 guesses the token k + 2 further on.
 
-Indices: entry j of a text is made of its hidden state j and token j + 1, and guesses token j + 2.
+Indices: entry j of a text is made of its hidden state j and token j + 1, and guesses token j + 2. The entries of all texts lie
+one after another (T).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,16 +19,9 @@ from torch.nn import functional
 from lab.model.config import ModelConfig
 from lab.model.decoder import Decoder
 from lab.model.layers.norm import RMSNorm
+from lab.train.chain import Chain
 
 SMALL = 0.02  # of weights that begin at random
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Keys and values of the entries so far: those of true hidden states, then those of each further unrolled step."""
-
-    k: tuple[torch.Tensor, ...] = ()  # RNLH each
-    v: tuple[torch.Tensor, ...] = ()
 
 
 class Norm(nn.Module):
@@ -41,11 +34,11 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         exact = x.float()
-        return exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self._eps) * self.weight
+        return (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self._eps) * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention to the true entries, and to the own chain of unrolled ones."""
+    """The projections of attention; which entries see which is the business of a Chain."""
 
     def __init__(self, config: ModelConfig, in_features: int) -> None:
         super().__init__()
@@ -56,40 +49,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(in_features, kv_rows, bias=False)
         self.o_proj = nn.Linear(q_rows, config.hidden_size, bias=False)
 
-    def forward(self, x_RLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, chain: Chain) -> tuple[torch.Tensor, Chain]:
-        """`cos` and `sin` (L, half) are those of the entries' positions."""
-        q, k, v = (
-            projection(x_RLD).unflatten(-1, (-1, self._size)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        shared = self._heads // self._kv_heads
-        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        chain = Chain((*chain.k, k), (*chain.v, v))
-        if len(chain.k) == 1:
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            y = self._over_chain(q, chain)
-        return self.o_proj(y.transpose(1, 2).flatten(2)), chain
-
-    def _over_chain(self, q: torch.Tensor, chain: Chain) -> torch.Tensor:
-        scale = self._size**-0.5
-        length = q.shape[2]
-        unseen_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        scores = [(q @ chain.k[0].transpose(-1, -2) * scale).masked_fill(unseen_LL, -torch.inf)]
-        scores += [(q * k).sum(-1, keepdim=True) * scale for k in chain.k[1:]]
-        weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
-        y = weights[..., :length] @ chain.v[0]
-        for step, v in enumerate(chain.v[1:]):
-            y = y + weights[..., length + step, None] * v
-        return y
+    def forward(self, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q_TNH, k_TKH and v_TKH. `cos` and `sin` (T, 1, half) are those of the entries' positions."""
+        q, k, v = (projection(x_TD).unflatten(-1, (-1, self._size)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return rotated(q, cos, sin), rotated(k, cos, sin), v
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As lab.model.layers.fused.Formulas.rotate, for x RNLH."""
+    """As lab.model.layers.fused.Formulas.rotate."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
+    return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest], -1)
 
 
 class FeedForward(nn.Module):
@@ -117,15 +87,31 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(size, eps)
         self.mlp = FeedForward(size, inner)
 
+    def before(
+        self, hidden_TD: torch.Tensor, embeds_TD: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Attention's q_TNH, k_TKH and v_TKH."""
+        x = hidden_TD
+        if embeds_TD is not None:
+            x = torch.cat([self.input_layernorm(embeds_TD), self.hidden_norm(hidden_TD)], -1)
+        return self.self_attn(x, cos, sin)
+
+    def behind(self, hidden_TD: torch.Tensor, attended_TX: torch.Tensor) -> torch.Tensor:
+        """What the layer makes of attention's result."""
+        hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TX)
+        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+
     def forward(
-        self, hidden_RLD: torch.Tensor, embeds_RLD: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
+        self, hidden_TD: torch.Tensor, embeds_TD: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
     ) -> tuple[torch.Tensor, Chain]:
-        x = hidden_RLD
-        if embeds_RLD is not None:
-            x = torch.cat([self.input_layernorm(embeds_RLD), self.hidden_norm(hidden_RLD)], -1)
-        attended_RLD, chain = self.self_attn(x, cos, sin, chain)
-        hidden_RLD = hidden_RLD + attended_RLD
-        return hidden_RLD + self.mlp(self.post_attention_layernorm(hidden_RLD)), chain
+        """What the chain's asked entries give, and the longer chain."""
+        y_XNH, longer = chain.attend(*self.before(hidden_TD, embeds_TD, cos, sin))
+        return self.behind(chain.asked(hidden_TD), y_XNH.flatten(1)), longer
+
+    def compile_parts(self) -> None:
+        """Compile what stands before attention and behind it, for any number of entries."""
+        self.before = torch.compile(self.before, dynamic=True)
+        self.behind = torch.compile(self.behind, dynamic=True)
 
 
 class Eagle1(nn.Module):
@@ -138,14 +124,18 @@ class Eagle1(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(config, inner, fuses=False)])
 
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]
+
     def start(self, states: torch.Tensor) -> torch.Tensor:
         """What the first step takes for the hidden states: here the target's own."""
         return states
 
     def forward(
-        self, hidden_RLD: torch.Tensor, embeds_RLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
+        self, hidden_TD: torch.Tensor, embeds_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
     ) -> tuple[torch.Tensor, Chain]:
-        return self.layers[0](self.fc(torch.cat([embeds_RLD, hidden_RLD], -1)), None, cos, sin, chain)
+        return self.layers[0](self.fc(torch.cat([embeds_TD, hidden_TD], -1)), None, cos, sin, chain)
 
     def for_vocabulary(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """What the vocabulary projection takes."""
@@ -171,14 +161,18 @@ class Eagle3(nn.Module):
         self.midlayer = Layer(config, inner, fuses=True)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
+    @property
+    def layer(self) -> Layer:
+        return self.midlayer
+
     def start(self, states: torch.Tensor) -> torch.Tensor:
         """The fused states."""
         return self.fc(states)
 
     def forward(
-        self, hidden_RLD: torch.Tensor, embeds_RLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
+        self, hidden_TD: torch.Tensor, embeds_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, chain: Chain
     ) -> tuple[torch.Tensor, Chain]:
-        return self.midlayer(hidden_RLD, embeds_RLD, cos, sin, chain)
+        return self.midlayer(hidden_TD, embeds_TD, cos, sin, chain)
 
     def for_vocabulary(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden_LD)
@@ -218,10 +212,10 @@ class Medusa(nn.Module):
             block["layers"][0].bias.zero_()
 
 
-def rotations(target: Decoder, length: int, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin (L, half) of positions shift .. shift + L - 1, the last one the target has again where it has no more."""
-    places = torch.arange(shift, shift + length, device=target.rope.cos.device).clamp(max=len(target.rope.cos) - 1)
-    return target.rope.cos[places], target.rope.sin[places]
+def rotations(target: Decoder, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin (T, 1, half), for a position that the target does not have those of its last one."""
+    places_T = positions_T.clamp(max=len(target.rope.cos) - 1)
+    return target.rope.cos[places_T].unsqueeze(1), target.rope.sin[places_T].unsqueeze(1)
 
 
 def _copy_layer(layer: Layer, target: Decoder, offset: int) -> None:

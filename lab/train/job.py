@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from lab import memory
 from lab.bench.arrivals import checked_items
 from lab.bench.files import RunLog
 from lab.bench.job import model_facts
 from lab.bench.sender import plan
 from lab.capabilities import Needs
+from lab.compile.setup import settle_mode
 from lab.engine.build import choose_device, choose_dtype
 from lab.engine.resolution import resolve
 from lab.engine.stack import build_stack
@@ -69,7 +71,9 @@ def _train(settings: Settings, options: TrainOptions, folder: Path) -> dict[str,
         max_model_len=min(config.max_position_embeddings, options.max_len + options.unroll),
     )
     texts = _texts(path, settings, source, config.vocab_size, options)
-    training = Training(model, config, texts, options, folder, settings.seed)
+    memory.keep_freed()
+    compiles = settle_mode(settings.compile.mode, device) != "none"
+    training = Training(model, config, texts, options, folder, settings.seed, compiles=compiles)
     log.info("training on %d texts; the head can propose %.1f%% of their tokens", len(texts), 100 * training.coverage)
     return training.run()
 

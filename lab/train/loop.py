@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,32 @@ class Training:
     """One head in training, kept in `folder`."""
 
     def __init__(
-        self, model: Decoder, config: ModelConfig, texts: list[Text], options: TrainOptions, folder: Path, seed: int
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        texts: list[Text],
+        options: TrainOptions,
+        folder: Path,
+        seed: int,
+        *,
+        compiles: bool = False,
     ) -> None:
-        """Begin, or go on with what the folder holds. Raises UserError when that is another training."""
+        """Begin, or go on with what the folder holds. Raises UserError when that is another training.
+
+        `compiles`: what the head and its loss do element by element is compiled, which pays after some dozens of steps.
+        """
         self.options, self.config, self.folder, self.seed = options, config, folder, seed
         self._aux = _aux_layers(options, config)
         self._target = FrozenTarget(model, self._aux)
-        texts = list(texts)
+        texts = [replace(text, number=number) for number, text in enumerate(texts)]
+        if options.keep_states:
+            self._target.keep_states(folder, [len(text.ids) for text in texts])
         random.Random(f"validation {seed}").shuffle(texts)
         num_validation = min(options.validation, len(texts) // 10 + 1)
         self._validation, self._texts = texts[:num_validation], texts[num_validation:] or texts
         vocab = min(options.draft_vocab or config.vocab_size, config.vocab_size)
         ids_V = frequent_tokens(self._texts, config.vocab_size, vocab)
-        self._vocabulary = Vocabulary.of(self._target, ids_V, config.vocab_size)
+        self._vocabulary = Vocabulary.of(self._target, ids_V, config.vocab_size, compiles=compiles)
         torch.manual_seed(seed)
         device = model.embed.weight.device
         self.head = _head(options, config)
@@ -58,8 +71,12 @@ class Training:
         if options.start is not None:
             read_head(Path(options.start), self.head)
         self.head.to(device)
+        if compiles and not isinstance(self.head, Medusa):
+            self.head.layer.compile_parts()
         self._dtype = model.embed.weight.dtype
-        self._optimiser = torch.optim.AdamW(self.head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self._optimiser = torch.optim.AdamW(
+            self.head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.step = 0
         self.report: dict[str, Any] = {}
         self._identity = {"seed": seed, "texts": digest(texts), "target": repr(sorted(_target_facts(config).items()))}

@@ -1,6 +1,8 @@
 """The frozen target of a draft head: its hidden states for whole texts, without a cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -8,6 +10,7 @@ from torch.nn import functional
 
 from lab.context import ForwardContext, forward_context
 from lab.model.decoder import Decoder
+from lab.train.kept import KeptStates
 
 if TYPE_CHECKING:
     from lab.contracts.attention import Attention
@@ -47,10 +50,10 @@ class _Texts:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What the target computed for R texts of L tokens."""
+    """What the target computed for T tokens of some texts, one behind the other."""
 
-    hidden_RLD: torch.Tensor  # after the final norm
-    aux_RLX: torch.Tensor | None  # what entered each of the aux layers, side by side
+    hidden_TD: torch.Tensor  # after the final norm
+    aux_TX: torch.Tensor | None  # what entered each of the aux layers, side by side
 
 
 class FrozenTarget:
@@ -59,11 +62,26 @@ class FrozenTarget:
     def __init__(self, model: Decoder, aux_layers: tuple[int, ...]) -> None:
         self.model = model
         model.aux_layers = aux_layers
+        self._kept: KeptStates | None = None
         self._backends = [_WholeTexts(layer.scale, layer.sliding_window) for layer in model.attention_layers]
 
+    def keep_states(self, folder: Path, lengths: Sequence[int]) -> None:
+        """Keep what is computed of the texts 0, 1, ... of these lengths on disk, as long as this object lives."""
+        weight = self.model.embed.weight
+        self._kept = KeptStates(folder, lengths, (1 + len(self.model.aux_layers)) * weight.shape[1], weight.dtype)
+
     @torch.no_grad()
-    def states(self, ids_RL: torch.Tensor) -> TargetStates:
-        """The hidden states of these texts."""
+    def states(self, ids_RL: torch.Tensor, numbers: Sequence[int] | None = None) -> TargetStates:
+        """The hidden states of these texts, padding included. Texts that are kept have `numbers`."""
+        if self._kept is None or numbers is None:
+            found_TX = self._computed(ids_RL)
+        else:
+            found_TX = self._kept.read(numbers, ids_RL.shape[1], lambda: self._computed(ids_RL).cpu()).to(ids_RL.device)
+        size = self.model.embed.weight.shape[1]
+        return TargetStates(found_TX[:, :size], found_TX[:, size:] if self.model.aux_layers else None)
+
+    def _computed(self, ids_RL: torch.Tensor) -> torch.Tensor:
+        """The final hidden state and the aux layers' side by side: TX."""
         shape = tuple(ids_RL.shape)
         count = len(self._backends)
         context = ForwardContext(
@@ -75,9 +93,7 @@ class FrozenTarget:
         positions_T = torch.arange(shape[1], device=ids_RL.device).repeat(shape[0])
         with forward_context(context):
             out = self.model(ids_RL.flatten().int(), positions_T)
-        hidden_TD, aux_ATD = self.model.split(out)
-        aux_RLX = None if aux_ATD is None else aux_ATD.transpose(0, 1).flatten(1).unflatten(0, shape)
-        return TargetStates(hidden_TD.unflatten(0, shape), aux_RLX)
+        return out.transpose(0, 1).flatten(1) if self.model.aux_layers else out
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the target's head for these tokens, float32."""
@@ -86,4 +102,5 @@ class FrozenTarget:
 
     @torch.no_grad()
     def embed(self, ids_RL: torch.Tensor) -> torch.Tensor:
-        return self.model.embed(ids_RL.flatten().int()).unflatten(0, tuple(ids_RL.shape))
+        """TD."""
+        return self.model.embed(ids_RL.flatten().int())

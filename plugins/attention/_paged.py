@@ -34,6 +34,10 @@ class PlainPaged(Attention):
             return
         keys[slots_T], values[slots_T] = self._stored(kv, torch.stack((k_TKH, v_TKH)))
 
+    def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
+        for half in kv.flatten(1, 2):
+            half[to_X] = half[from_X]
+
     def values(self, kv: torch.Tensor, half: int, rows_XKS: torch.Tensor) -> torch.Tensor:
         """Rows taken from the keys (half 0) or values (1) as what they stand for: float32 if quantized, else as they are."""
         if self.spec.kv_scales == "none":

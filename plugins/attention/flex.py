@@ -17,6 +17,7 @@ two of query tokens is compiled, for seconds, once for one row and once for seve
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch.nn.attention import flex_attention as flex
 from lab.api import AttentionSpec, Capabilities, UserError, dataclass, register
 
 from ._functions import load_function
+from ._trees import RowTree
 from .sdpa import Group, Sdpa
 
 TILE = 128  # queries and keys of a block of the mask
@@ -56,11 +58,18 @@ class Flex(Sdpa):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "sinks"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "tree_verify", "token_head_scales", "sinks"},
         packages=("cuda:triton",),
         kv_layout="2PBKH",
         priority=5,
     )
+
+    @classmethod
+    def capabilities_with(cls, options: Any) -> Capabilities:
+        """Functions of the user's own go by positions, which the nodes of a tree of drafts do not have one by one."""
+        if options.score_mod is None and options.mask_mod is None:
+            return cls.capabilities
+        return replace(cls.capabilities, features=cls.capabilities.features - {"tree_verify"})
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         super().__init__(options, spec)
@@ -111,12 +120,14 @@ class Flex(Sdpa):
         out_RNQH, aux = found  # of the denominator the keys' share is what remains of the outputs
         return (out_RNQH * (aux.lse - sinks_N[:, None]).sigmoid()[..., None]).to(out_RNQH.dtype)
 
-    def _mask(self, num_q: int, contexts_R: np.ndarray) -> Mods:
+    def _mask(self, num_q: int, contexts_R: np.ndarray, trees: list[RowTree | None]) -> Mods:
         """How these rows of `num_q` tokens attend, the last tokens of their contexts."""
         padded_q = 1 << (num_q - 1).bit_length() if self._is_compiled else num_q
         ctx_R = self._to_device(contexts_R.astype(np.int64))
         first_R = ctx_R - num_q  # position of the first query
         mask_mod = self._mask_over(first_R, ctx_R)
+        if any(tree is not None for tree in trees):
+            mask_mod = self._mask_over_trees(contexts_R, num_q, padded_q, trees)
         tiles = self._tiles(padded_q, contexts_R - num_q, contexts_R)
         num_tiles, tile_index = (self._to_device(array[:, None]) for array in tiles)
         block_mask = flex.BlockMask.from_kv_blocks(
@@ -131,6 +142,28 @@ class Flex(Sdpa):
             position = q + first_R[b]
             seen = k <= position if users is None else (k < ctx_R[b]) & users(torch.zeros_like(b), h, position, k)
             return seen if window is None else seen & (k > position - window)
+
+        return mask
+
+    def _mask_over_trees(
+        self, contexts_R: np.ndarray, num_q: int, padded_q: int, trees: list[RowTree | None]
+    ) -> Callable[..., torch.Tensor]:
+        window = self.spec.sliding_window
+        starts_R = contexts_R.astype(np.int64)
+        places_RQ = starts_R[:, None] - num_q + np.arange(padded_q)
+        positions_RQ, nodes_RQ = places_RQ.copy(), np.zeros_like(places_RQ)
+        for row, tree in enumerate(trees):
+            if tree is not None:
+                starts_R[row] = tree.start
+                positions_RQ[row, :num_q] = tree.positions_Q
+                nodes_RQ[row, :num_q] = (tree.seen_QN << np.arange(tree.seen_QN.shape[1])).sum(1)
+        start_R, place_RQ, position_RQ, bits_RQ = map(self._to_device, (starts_R, places_RQ, positions_RQ, nodes_RQ))
+
+        def mask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            node = k - start_R[b]
+            on_path = (bits_RQ[b, q] >> node.clamp(0, 62)) & 1 == 1
+            seen = (k <= place_RQ[b, q]) & ((node < 0) | on_path)
+            return seen if window is None else seen & ((node >= 0) | (k > position_RQ[b, q] - window))
 
         return mask
 

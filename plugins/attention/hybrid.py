@@ -41,7 +41,7 @@ class Hybrid(Attention):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "spec_verify", "token_head_scales", "sinks"},
+        features={"gqa", "sliding_window", "spec_verify", "tree_verify", "token_head_scales", "sinks"},
         kv_layout="2PBKH",
         priority=-10,
     )
@@ -131,6 +131,9 @@ class Hybrid(Attention):
             out_TNH[part.tokens] = out_XNH
         out_TNH[done:] = 0  # padding of a mixed step
 
+    def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
+        self._backends["prefill"].move(kv, from_X, to_X)
+
     def _part(self, name: str, batch: Any, chosen_R: np.ndarray) -> Part:
         """The chosen rows of a mixed step as a batch of their own, planned by their backend."""
         rows = np.flatnonzero(chosen_R)
@@ -157,8 +160,20 @@ class Hybrid(Attention):
             q_start_R1_cpu=q_start_R1,
             ctx_len_R_cpu=ctx_len_R,
             blocks_RM_cpu=batch.blocks_RM_cpu[rows],
+            trees=None if batch.trees is None else self._trees(batch.trees, rows, tokens),
         )
         return Part(name, self._backends[name].plan(own), tokens)
+
+    def _trees(self, trees: Any, rows: np.ndarray, tokens: slice | torch.Tensor) -> Any:
+        places = tokens if isinstance(tokens, slice) else tokens.cpu().numpy()
+        of_device = trees.start_R[self._to_device(rows)], trees.ancestors_T[tokens]
+        return replace(
+            trees,
+            start_R=of_device[0],
+            ancestors_T=of_device[1],
+            start_R_cpu=trees.start_R_cpu[rows],
+            ancestors_T_cpu=trees.ancestors_T_cpu[places],
+        )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.spec.device, non_blocking=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lab.api import Capabilities, register
 
 from ._paged import PlainPaged
+from ._trees import RowTree, hide_nodes, row_tree
 
 BATCHED_UP_TO = 16  # tokens a row; longer rows fill the machine alone
 PAD_LIMIT = 1.25  # rows batched together may be padded by a quarter over their own contexts
@@ -40,7 +41,7 @@ class Sdpa(PlainPaged):
         devices={"cpu", "cuda"},
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
-        features={"gqa", "sliding_window", "spec_verify", "token_head_scales", "sinks"},
+        features={"gqa", "sliding_window", "spec_verify", "tree_verify", "token_head_scales", "sinks"},
         priority=10,
         kv_layout="2PBKH",
     )
@@ -59,7 +60,8 @@ class Sdpa(PlainPaged):
             else:
                 tokens = (q_start[rows][:, None] + np.arange(num_q)).ravel()
                 q_index = torch.from_numpy(tokens.astype(np.int64)).to(self.spec.device)
-            groups.append(Group(q_index, len(rows), self._to_device(slots_RS), self._mask(num_q, contexts)))
+            trees = [row_tree(batch, row) for row in rows.tolist()] if batch.trees is not None else []
+            groups.append(Group(q_index, len(rows), self._to_device(slots_RS), self._mask(num_q, contexts, trees)))
         return groups
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: list[Group], out_TNH: torch.Tensor) -> None:
@@ -114,10 +116,11 @@ class Sdpa(PlainPaged):
             slots_RS = np.where(offsets < contexts_R[:, None], slots_RS, slots_RS[:, :1])
         return slots_RS
 
-    def _mask(self, num_q: int, contexts_R: np.ndarray) -> torch.Tensor | None:
-        """The mask to add, [R, 1, Q * G, S] for batched rows and [1, 1, Q, S] for a long one."""
+    def _mask(self, num_q: int, contexts_R: np.ndarray, trees: list[RowTree | None]) -> torch.Tensor | None:
+        """The mask to add, [R, 1, Q * G, S] for batched rows and [1, 1, Q, S] for a long one. `trees`: of each row, or none."""
         num_ctx, window = int(contexts_R.max()), self.spec.sliding_window
-        is_whole = len(contexts_R) == 1 and num_q == num_ctx and num_q > BATCHED_UP_TO
+        has_tree = any(tree is not None for tree in trees)
+        is_whole = len(contexts_R) == 1 and num_q == num_ctx and num_q > BATCHED_UP_TO and not has_tree
         if is_whole and (window is None or window >= num_ctx) and not self.spec.has_sinks:
             return None
         q_position = contexts_R[:, None, None] - num_q + np.arange(num_q)[None, :, None]
@@ -125,6 +128,9 @@ class Sdpa(PlainPaged):
         hidden = k_position > q_position
         if window is not None:
             hidden |= k_position <= q_position - window
+        for hidden_QS, tree in zip(hidden, trees, strict=bool(trees)):
+            if tree is not None:
+                hide_nodes(hidden_QS, tree, window)
         mask = self._to_device(hidden[:, None])
         if num_q <= BATCHED_UP_TO:
             mask = mask.repeat_interleave(self.spec.num_heads // self.spec.num_kv_heads, 2)

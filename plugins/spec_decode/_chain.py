@@ -5,6 +5,8 @@ import torch
 
 from lab.api import Draft, ProposeView
 
+from ._siblings import drawn_ids
+
 
 class Choice:
     """The drafts of one `propose`, place by place. Rows that sample draw from the draft model at the request's temperature.
@@ -46,7 +48,7 @@ class Choice:
         ids_R = logits_RV.argmax(-1)
         probs_XV = (logits_RV[self._drawn_X] / self._temperatures_X1).softmax(-1)
         uniforms_X = torch.from_numpy(self._view.uniforms_RS[self._drawn, place]).to(probs_XV.device)
-        ids_R[self._drawn_X] = _drawn(probs_XV, uniforms_X)
+        ids_R[self._drawn_X] = drawn_ids(probs_XV, uniforms_X)
         target_R = ids_R if self._draft_ids is None else self._draft_ids[ids_R]
         self._probs_RSV[torch.arange(len(ids_R)), place, target_R] = 1.0
         of_drawn_XV = torch.zeros(len(probs_XV), self._probs_RSV.shape[2], device=probs_XV.device)
@@ -65,12 +67,3 @@ class Choice:
         ids_RS = torch.stack(self._ids, 1).tolist()
         token_ids = [ids[: min(limit, self.num)] for ids, limit in zip(ids_RS, limits, strict=True)]
         return Draft(token_ids, self._probs_RSV)
-
-
-def _drawn(probs_XV: torch.Tensor, uniforms_X: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulated probability passes the uniform; one of probability zero is never drawn."""
-    cumulated_XV = probs_XV.double().cumsum(-1)
-    wanted_X1 = (uniforms_X * cumulated_XV[:, -1]).unsqueeze(1)
-    ids_X = torch.searchsorted(cumulated_XV, wanted_X1, right=True).squeeze(1)
-    last_X = cumulated_XV.shape[1] - 1 - (probs_XV > 0).flip(-1).to(torch.int8).argmax(-1)
-    return torch.minimum(ids_X, last_X)

@@ -5,12 +5,14 @@ Float32 and float16 alone: the interpreter computes wrongly in bfloat16.
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lab import registry
 from lab.api import Attention
+from lab.checks.attention import check_move
 from lab.checks.attention_trial import TOLERANCE, Case, Trial, spec_of
 from plugins.attention._quantized import quantize, scales_of
 from plugins.attention.flash import Flash
@@ -188,6 +190,48 @@ def test_a_batch_invariant_step_gives_a_token_its_bits_in_any_tile(case):
         plan = backend.plan(part.batch)
         assert not plan.decodes and plan.num_splits == 1
         assert torch.equal(part.outputs(backend), together_TNH[trial.places(chunks)]), chunks
+
+
+WIDE = (-1, -1, -1, 0, 0, 1, 3, 3, 4, 7, 7, 2)
+BUSH = tuple(-1 if node < 5 else node // 4 for node in range(40))
+
+
+class TestTrees:
+    """A node sees its own path among the drafts: in tiles of many tokens and in splits of the keys of few."""
+
+    CASE = Case(
+        ((40, 13), (0, 20), (31, 5), (70, 1), (15, 41)), head_dim=16, num_padding=2, trees=(WIDE, (), (-1, -1, 1), (), BUSH)
+    )
+    FEW = Case(((40, 3), (16, 3), (90, 3)), head_dim=16, trees=((-1, -1), (-1, 0), ()))
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("num_splits", [1, 3])
+    def test_mixed_rows(self, dtype, num_splits):
+        plan = compare(replace(self.CASE, dtype=dtype), num_splits)
+        assert plan.decodes and plan.tiles_X2 is not None
+        plan = compare(replace(self.FEW, dtype=dtype), num_splits, lse=True)
+        assert plan.decodes and plan.tiles_X2 is None
+
+    def test_windows_go_by_depths(self):
+        for window in (6, 20, 400):
+            compare(replace(self.CASE, sliding_window=window), num_splits=2)
+            compare(replace(self.FEW, sliding_window=window), num_splits=2)
+
+    def test_quantized_and_capped(self):
+        compare(replace(self.CASE, dtype=torch.float16, kv_dtype=torch.int8, kv_scales="token_head"), num_splits=2)
+        compare(replace(self.CASE, softcap=2.0))
+
+    def test_behind_shared_keys(self):
+        plan = compare(replace(self.CASE, prefixes=(((0, 3), 32),)), cascade=1)
+        assert plan.shared is not None
+
+    def test_a_plan_serves_every_tree_of_its_shape(self):
+        case = Case(((40, 13), (20, 13)), head_dim=16, trees=(WIDE, ()))
+        compare(replace(case, rows=((9, 13), (70, 13)), trees=((), WIDE)), num_splits=2, reuse_of=case)
+
+    def test_moves(self):
+        entry = SimpleNamespace(name="flash", capabilities=Flash.capabilities, load=lambda: Interpreted)
+        check_move(entry, Flash.Options())
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])

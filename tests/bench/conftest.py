@@ -134,7 +134,7 @@ class Child:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def wait_for_requests(self, count, seconds=120.0):
+    def wait_for_requests(self, count, seconds=600.0):
         """Until so many lines stand in requests.jsonl."""
         path, end = self.folder / "requests.jsonl", time.monotonic() + seconds
         while not path.exists() or path.read_bytes().count(b"\n") < count:
@@ -145,7 +145,7 @@ class Child:
     def signal(self, number):
         self.process.send_signal(number)
 
-    def end(self, seconds=120.0):
+    def end(self, seconds=600.0):
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 

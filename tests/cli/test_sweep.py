@@ -126,7 +126,7 @@ def test_two_sweeps_of_the_same_second_keep_apart(start, small, somewhere_else):
     long = "sampling.stop=" + ",".join(f'"{letter * 300}"' for letter in "ab")
     sweeps = [start("run", "-m", "experiment=frozen", "--config-dir=.", *small, long) for _ in range(2)]
     for process in sweeps:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, out + err
     folders = sorted(p.parent for p in somewhere_else.rglob("sweep.json"))
     assert [f.name for f in folders] == ["then", "then_2"]
@@ -151,16 +151,17 @@ def test_a_named_sweep_folder_is_used_once(lab, small, somewhere_else):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_keeps_its_finished_rows(start, small, somewhere_else, number):
-    process = start("run", "-m", *small, "workload.num_requests=2,1", "sampling.max_tokens=4,900", "model.max_model_len=1000")
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+    (somewhere_else / "late.jsonl").write_text('{"prompt": "ABC"}\n{"prompt": "ABC", "arrival_s": 3600}\n')
+    axes = ("sampling.max_tokens=4,5", "workload.num_requests=1,2")  # with the second request a point does not end by itself
+    process = start("run", "-m", *small, "workload.path=late.jsonl", *axes)
+    while process.poll() is None:
         points = [json.loads(p.read_text())["points"] for p in somewhere_else.rglob("sweep.json")]
         running = list(somewhere_else.rglob("2_*/config.yaml"))
         if points and points[0][0]["status"] == "ok" and running:
             break
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     folder, rows = the_sweep(somewhere_else)
     assert [r["status"] for r in rows] == ["ok", "interrupted", "skipped", "skipped"]

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,8 +82,8 @@ class ReadsForPaddingRows(Eager):
 
 
 class NotCausal(Eager):
-    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
-        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, *others):
+        return torch.cat([super(NotCausal, self)._attend_row(q[None], k_SKH, v_SKH, *others) for q in q_QNH])
 
 
 class ForgetsWindow(Eager):
@@ -119,10 +120,10 @@ class OneKvHeadForAll(Eager):
 class OneTokenOfDrafts(Eager):
     """As a decode kernel that sees every query of a row at the row's end."""
 
-    def _attend_row(self, q_QNH, k_SKH, v_SKH, sinks_N):
+    def _attend_row(self, q_QNH, k_SKH, v_SKH, *others):
         if len(q_QNH) > 10:
-            return super()._attend_row(q_QNH, k_SKH, v_SKH, sinks_N)
-        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, sinks_N) for q in q_QNH])
+            return super()._attend_row(q_QNH, k_SKH, v_SKH, *others)
+        return torch.cat([super(OneTokenOfDrafts, self)._attend_row(q[None], k_SKH, v_SKH, *others) for q in q_QNH])
 
 
 class LogsumexpUnscaled(Eager):
@@ -177,7 +178,39 @@ class SinksOfOtherHeads(Eager):
         return super().sinks(kv).roll(1)
 
 
+class TakesTreesForChains(Eager):
+    def plan(self, batch, reuse=None):
+        return super().plan(checks.replace(batch, trees=None))
+
+
+class WindowsBySlots(Eager):
+    """As one that takes the slot of a tree's node for its position."""
+
+    def plan(self, batch, reuse=None):
+        plan = super().plan(batch)
+        trees = {
+            row: checks.replace(tree, positions_Q=plan.ctx_len[row] - len(tree.positions_Q) + np.arange(len(tree.positions_Q)))
+            for row, tree in plan.trees.items()
+        }
+        return type(plan)(plan.q_start, plan.ctx_len, plan.blocks_RM, trees)
+
+
+class MovesOneByOne(Eager):
+    def move(self, kv, from_X, to_X):
+        for i in range(len(from_X)):
+            super().move(kv, from_X[i : i + 1], to_X[i : i + 1])
+
+
+class MovesKeysAlone(Eager):
+    def move(self, kv, from_X, to_X):
+        super().move(kv[:1], from_X, to_X)
+
+
 FAULTS = [  # the fault, a check that finds it, and what the reason says
+    (TakesTreesForChains, "check_trees", "its values are those of a chain: nodes see others that are not on their path"),
+    (WindowsBySlots, "check_trees", "a wrong block, position, mask or scale"),
+    (MovesOneByOne, "check_move", "move did not copy the slots as they were"),
+    (MovesKeysAlone, "check_move", "move did not copy the slots as they were"),
     (IgnoresSinks, "check_sinks", "off by"),
     (ScalesSinks, "check_sinks", "off by"),
     (SinksOfOtherHeads, "check_sinks", "off by"),

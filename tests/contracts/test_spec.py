@@ -34,6 +34,71 @@ def test_contract(entry, check, needed):
         check(entry, entry.make_options(needed.get(entry.name, {})))
 
 
+def test_a_run_with_dynamic_trees_keeps_the_contract():
+    entry = registry.get("spec", "eagle")
+    checks.check_outputs(entry, entry.make_options({"tree": "dynamic", "num_drafts": 12}))
+
+
+class Fan(Ngram):
+    """Each draft has the same one for a sibling."""
+
+    tree_depth = 5
+
+    def propose(self, view):
+        token_ids, parents = [], []
+        drafts = super().propose(view).token_ids
+        for ids, limit, depth in zip(drafts, view.limits_R.tolist(), view.depths_R.tolist(), strict=True):
+            token_ids.append([ids[i // 2] for i in range(min(2 * len(ids[:depth]), limit, self.num_drafts))])
+            parents.append([i // 2 * 2 - 2 if i > 1 else -1 for i in range(len(token_ids[-1]))])
+        return Draft(token_ids, parents=parents)
+
+
+class TooDeep(Fan):
+    def propose(self, view):
+        return super().propose(checks.replace(view, depths_R=view.depths_R + 1))
+
+
+class ChildrenBeforeParents(Fan):
+    def propose(self, view):
+        draft = super().propose(view)
+        return Draft(draft.token_ids, parents=[parents[::-1] for parents in draft.parents])
+
+
+class LacksParents(Fan):
+    def propose(self, view):
+        draft = super().propose(view)
+        return Draft(draft.token_ids, parents=[parents[1:] for parents in draft.parents])
+
+
+class NeverBranches(Fan):
+    def propose(self, view):
+        draft = super().propose(view)
+        return Draft([ids[:1] for ids in draft.token_ids], parents=[parents[:1] for parents in draft.parents])
+
+
+def test_a_proposer_of_trees_keeps_the_contract():
+    entry = SimpleNamespace(name="fan", capabilities=Fan.capabilities, load=lambda: Fan)
+    for check in CHECKS:
+        with suppress(NotDeclared):
+            check(entry, Fan.Options())
+    checks.check_trees(entry, Fan.Options())
+
+
+@pytest.mark.parametrize(
+    ("faulty", "reason"),
+    [
+        (TooDeep, "a tree of depth 1 where at most 0 is allowed"),
+        (ChildrenBeforeParents, "node 0 has the parent"),
+        (LacksParents, "parents must have an entry for each draft"),
+        (NeverBranches, "no row's drafts branch"),
+    ],
+)
+def test_a_tree_that_is_wrong_is_found(faulty, reason):
+    entry = SimpleNamespace(name="faulty", capabilities=faulty.capabilities, load=lambda: faulty)
+    with pytest.raises(CheckFailed, match=reason):
+        checks.check_trees(entry, faulty.Options())
+
+
 def test_some_drafts_are_proposed():
     """Else the checks would prove nothing of the one proposer that proposes."""
     drafts = Ngram(Ngram.Options()).propose(checks._view(checks._texts())).token_ids

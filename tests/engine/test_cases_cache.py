@@ -96,7 +96,7 @@ def test_engines_of_two_processes_give_blocks_the_same_identity(folder):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         runs.append(subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes))
-    outputs = [run.communicate(timeout=120) for run in runs]
+    outputs = [run.communicate(timeout=600) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert first == second

@@ -19,6 +19,17 @@ def test_draft_totals_per_position():
     assert found["gamma"] == pytest.approx(7 / 3)
 
 
+def test_of_trees_acceptance_is_told_by_depth():
+    drafts = DraftTotals()
+    drafts.add(16, 3, depth=5)
+    drafts.add(16, 4, depth=4)
+    drafts.add(8, 0, depth=2)
+    found = drafts.metrics()
+    assert (found["num_drafts"], found["draft_tokens"], found["accepted_tokens"]) == (3, 40, 7)
+    assert found["acceptance_per_position"] == [2 / 3, 2 / 3, 1.0, 1 / 2, 0.0]
+    assert (found["gamma"], found["alpha"]) == (pytest.approx(11 / 3), pytest.approx(7 / 9))
+
+
 @pytest.mark.parametrize(("alpha", "gamma", "tokens"), [(0.0, 5, 1.0), (1.0, 5, 6.0), (0.5, 2, 1.75), (0.8, 1, 1.8)])
 def test_expected_tokens(alpha, gamma, tokens):
     assert expected_tokens(alpha, gamma) == pytest.approx(tokens)
@@ -27,6 +38,7 @@ def test_expected_tokens(alpha, gamma, tokens):
 def line(tokens, drafts, accepted, category=None, itl=None, error=None):
     itl_ms = [10.0] * (len(tokens) - 1) if itl is None else itl
     found = {"tokens_per_step": tokens, "drafts_per_step": drafts, "accepted_per_step": accepted, "itl_ms": itl_ms}
+    found["draft_depth_per_step"] = drafts
     return {**found, "error": error} | ({"category": category} if category else {})
 
 
@@ -59,6 +71,7 @@ def step(ms, draft_ms=0.0, requests=1, drafting=0, drafts=0, accepted=0, more=0)
         "num_tokens": requests + drafts + more,
         "num_drafting": drafting,
         "num_drafts": drafts,
+        "draft_depth": drafts,
         "num_accepted": accepted,
     }
 

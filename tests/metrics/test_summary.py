@@ -132,6 +132,7 @@ def step(ms, num_tokens, num_requests, used=4, running=None, drafts=0, mode="non
         "num_tokens": num_tokens,
         "num_requests": num_requests,
         "num_drafts": drafts,
+        "draft_depth": drafts,
         "kv_used_blocks": used,
         "running": num_requests if running is None else running,
         "mode": mode,

@@ -220,3 +220,26 @@ def test_a_request_can_do_without_drafts_beside_others_that_have_them(mix, is_as
         plain = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, without)]
     assert [out.token_ids for out in outs] == plain
     assert [max(out.timeline.draft_counts) for out in outs] == [0, 2, 5, 0]
+
+
+@pytest.mark.parametrize("name", ["acceptance", "batch"])
+def test_of_a_tree_nodes_are_counted_and_depths_are_judged(name):
+    """Trees of 15 nodes and 3 depths: accepted to the end they are kept whole, and given up where nothing is accepted."""
+    entry = registry.get("draft_length", name)
+    found = []
+    for accepted in (3, 1, 0):
+        length = entry.load()(entry.make_options({}), 15, 4)
+        length.tree_depth = 3
+        length.start(0)
+        rows_R, lengths = np.array([0]), []
+        for _ in range(60):
+            nodes = int(length.lengths(rows_R)[0]) if lengths else 0
+            lengths.append(nodes)
+            depth = -(-nodes * 3 // 15)
+            taken = min(accepted, depth)
+            # a step takes a little longer for each of its tokens
+            step = np.array([depth]), np.array([taken]), 1 + nodes, 10 + 0.1 * nodes, True, 1, 0.1
+            length.observe(Verified(rows_R, *step))
+        found.append(lengths[-20:])
+    assert min(found[0]) == 15 and max(found[2]) <= 5
+    assert np.mean(found[2]) < np.mean(found[1]) <= np.mean(found[0])

@@ -63,8 +63,8 @@ def test_each_draft_row_counts_the_drafts_before_it():
 
 def test_drafts_leave_no_trace_in_the_history():
     history = History([1], [2])
-    history.after([3, 4, 2])
-    ids, counts, seen = history.after([])
+    history.after([3, 4, 2], [-1, 0, 1])
+    ids, counts, seen = history.after([], [])
     assert dict(zip(ids.tolist(), counts[0].tolist(), strict=True)) == {1: 0, 2: 1, 3: 0, 4: 0}
     assert dict(zip(ids.tolist(), seen[0].tolist(), strict=True)) == {1: True, 2: True, 3: False, 4: False}
 
@@ -74,7 +74,7 @@ def test_history_grows_past_its_first_capacity():
     tokens = np.random.default_rng(0).integers(0, 500, 5000).tolist()
     for first in range(0, 5000, 7):
         history.append(tokens[first : first + 7])
-    ids, counts, seen = history.after([])
+    ids, counts, seen = history.after([], [])
     assert sorted(ids.tolist()) == sorted(set(tokens)) and seen.all()
     assert counts[0].tolist() == [tokens.count(token) for token in ids.tolist()]
 

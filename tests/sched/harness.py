@@ -34,6 +34,7 @@ class Harness:
     block_size: int = 4
     max_model_len: int = 256
     num_drafts: int = 0
+    draft_depth: int | None = None
     policy: str = "fcfs"
     caching: bool = True
     preempt_every: int = 0
@@ -56,6 +57,7 @@ class Harness:
             policy(policy.Options()),
             max_model_len=self.max_model_len,
             num_drafts=self.num_drafts,
+            draft_depth=self.draft_depth,
             debug=DebugSettings(preempt_every=self.preempt_every, check_integrity=True),
         )
         self.runner = FakeRunner(

@@ -64,6 +64,25 @@ def test_drafts_are_upper_bounds_until_the_results_are_in():
     assert (fourth.chunks[0].start, fourth.chunks[0].num_drafts) == (9, 3)
 
 
+def test_of_a_tree_in_flight_no_more_is_expected_than_its_depth():
+    """Its nodes take positions until it is verified; near the end of a request the next step is planned all the same."""
+    harness = make_harness(num_drafts=8, draft_depth=2)
+    request = make_request("a", range(6), max_tokens=6)
+    harness.add(request)
+    scheduler = harness.scheduler
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert (second.chunks[0].start, second.chunks[0].num_tokens, second.chunks[0].num_drafts) == (6, 9, 8)
+    scheduler.update(first, StepResult(0, [RowResult("a", [11])], 0.0))
+    third = scheduler.schedule(0.0)
+    assert (third.chunks[0].start, third.chunks[0].num_drafts) == (15, 8), "of 12 tokens 10 may be there by then"
+    scheduler.update(second, StepResult(1, [RowResult("a", [12, 13], num_drafts=8)], 0.0))
+    assert (len(request.token_ids), request.num_computed, request.num_in_flight) == (9, 17, 9)
+    assert not scheduler.schedule(0.0).chunks, "it may end in the step before"
+    scheduler.update(third, StepResult(2, [RowResult("a", [14], num_drafts=8)], 0.0))
+    assert (len(request.token_ids), request.num_computed) == (10, 9)
+    assert scheduler.schedule(0.0).chunks[0].num_drafts == 8
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 @pytest.mark.parametrize("num_drafts", [1, 5])
 def test_positions_never_pass_the_end(max_tokens, num_drafts):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from lab import LLM, SamplingParams, registry
 from lab.errors import UserError
 from lab.model.config import read_config
-from lab.train.heads import Chain, Eagle1, Eagle3, rotations
-from lab.train.loss import shifted
+from lab.train.chain import Chain
+from lab.train.heads import Eagle1, Eagle3, rotations
 from lab.train.target import FrozenTarget
 from tests import draft_heads, rigs
 
@@ -110,13 +111,14 @@ class Oracle:
         found = []
         for step in range(count):
             ids = torch.tensor([text + found])
-            embeds = shifted(self.target.embed(ids), 1)
-            hidden = self.head.start(states.aux_RLX if isinstance(self.head, Eagle3) else states.hidden_RLD)
-            chain = Chain()
+            embeds = functional.pad(self.target.embed(ids), (0, 0, 0, 1))
+            hidden = self.head.start(states.aux_TX if isinstance(self.head, Eagle3) else states.hidden_TD)
+            places = torch.arange(len(text))
+            chain = Chain((1, len(text)))
             for k in range(step + 1):
-                cos, sin = rotations(self.target.model, len(text), k)
-                hidden, chain = self.head(hidden, shifted(embeds, k)[:, : len(text)], cos, sin, chain)
-            logits = self.head.for_vocabulary(hidden[0, len(text) - 2]) @ self.rows.T
+                cos, sin = rotations(self.target.model, places + k)
+                hidden, chain = self.head(hidden, embeds[(places + 1 + k).clamp(max=len(embeds) - 1)], cos, sin, chain)
+            logits = self.head.for_vocabulary(hidden[len(text) - 2]) @ self.rows.T
             found.append(int(self.ids[logits.argmax()]))
         return found
 

@@ -1,4 +1,4 @@
-"""Proposers that need no model leave outputs as they are: their distribution, and for the same seeds every token."""
+"""Proposers leave outputs as they are: their distribution, and for one-hot drafts with the same seeds every token."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab import SamplingParams
-from tests import rigs
+from tests import draft_heads, rigs
 from tests.engine.models import open_llm
 from tests.golden.oracle import hf_model
 from tests.sample.reference import chi_square_p, distribution, edited
@@ -89,4 +89,29 @@ def test_outputs_are_the_targets_with_every_proposer(folder, proposers, target):
         found, metrics = draw(folder, params, *overrides)
         assert fits([token_ids[:2] for token_ids in found], pairs), name
         assert found == plain, name
+        assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"], name
+
+
+TREES = {  # and whether the same seeds must give the same tokens as without drafts
+    "dynamic": (["+spec=eagle", "spec.tree=dynamic", "spec.depth=3", "spec.top_k=3", "spec.num_drafts=10"], True),
+    "static, most likely": (["+spec=eagle", "spec.tree=static", "spec.num_drafts=8", "spec.draw=false"], True),
+    "static, drawn": (["+spec=eagle", "spec.tree=static", "spec.choices=[[0],[1],[2],[0,0],[0,1],[1,0],[2,0]]"], False),
+    "medusa, drawn": (["+spec=medusa", "spec.tree=static", "spec.depth=2", "spec.num_drafts=7"], False),
+}
+
+
+@pytest.mark.parametrize("target", ["temperature", "penalties", "min_tokens"], indirect=True)
+def test_outputs_are_the_targets_with_every_tree(folder, target, tmp_path):
+    """Each node's history is its own path's."""
+    params, pairs = target
+    heads = {
+        "eagle": draft_heads.random(tmp_path / "eagle", folder, "eagle3"),
+        "medusa": draft_heads.medusa(tmp_path / "medusa", 64, 2),
+    }
+    plain, _ = draw(folder, params)
+    for name, (overrides, is_same) in TREES.items():
+        head = heads[overrides[0].removeprefix("+spec=")]
+        found, metrics = draw(folder, params, f"spec.head={head}", *overrides)
+        assert fits([token_ids[:2] for token_ids in found], pairs), name
+        assert (found == plain) == is_same, name
         assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"], name

@@ -45,6 +45,14 @@ class AcceptanceRates:
         return (self._accepted_R[rows_R] + 0.01) / (self._accepted_R[rows_R] + self._refused_R[rows_R] + 0.02)
 
 
+def depth_of_drafts(num_drafts: int, tree_depth: int) -> np.ndarray:
+    """How deep each draft stands, from 1: a chain's one after another; a tree's, whose shape is not known before it is made, as
+    if each depth had as many nodes: S.
+    """
+    places_S = np.arange(num_drafts)
+    return 1 + (places_S * tree_depth // num_drafts if tree_depth else places_S)
+
+
 class Turns:
     """Whose turn it is to be tried dry: each row every so many steps, not all of them in one."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.api import Capabilities, DraftLength, UserError, Verified, register
-from lab.runner.draft_lengths._rates import AcceptanceRates, Turns
+from lab.runner.draft_lengths._rates import AcceptanceRates, Turns, depth_of_drafts
 
 
 @register("draft_length", "acceptance")
@@ -38,9 +38,9 @@ class ByAcceptance(DraftLength):
         self._rates.observe(step)
 
     def lengths(self, rows_R: np.ndarray) -> np.ndarray:
-        # the draft at position i, from 1, is accepted with probability rate ** i
+        # a draft at depth i, from 1, is accepted with probability rate ** i
         most_R = np.floor(np.log(self.options.min_gain) / np.log(self._rates[rows_R]))
-        return np.clip(most_R, 0, self.num_drafts).astype(np.int64)
+        return np.searchsorted(depth_of_drafts(self.num_drafts, self.tree_depth), most_R, side="right").astype(np.int64)
 
     def dry_runs(self, rows_R: np.ndarray) -> np.ndarray:
         return self._turns.next(rows_R, self.options.try_every)

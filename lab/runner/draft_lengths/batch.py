@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.api import Capabilities, DraftLength, UserError, Verified, register
-from lab.runner.draft_lengths._rates import AcceptanceRates, Turns
+from lab.runner.draft_lengths._rates import AcceptanceRates, Turns, depth_of_drafts
 from lab.runner.draft_lengths._times import WEIGHT, StepTimes
 
 
@@ -59,7 +59,9 @@ class ByBatch(DraftLength):
         num_rows = len(rows_R)
         if not self._times.knows(num_rows):
             return np.zeros(num_rows, np.int64)  # this step shall tell what one without drafts takes
-        worth_RS = self._rates[rows_R][:, None] ** np.arange(1, self.num_drafts + 1)
+        depth_S = depth_of_drafts(self.num_drafts, self.tree_depth)
+        width = self.num_drafts / self.tree_depth if self.tree_depth else 1.0  # drafts of a depth, of which one is accepted
+        worth_RS = self._rates[rows_R][:, None] ** depth_S / width
         order_X = np.argsort(-worth_RS, axis=None, kind="stable")
         tokens_X = num_rows + np.concatenate([[0.0], worth_RS.ravel()[order_X].cumsum()])
         asked_X = np.concatenate([[0], (order_X % self.num_drafts == 0).cumsum()])  # rows whose first draft is among them

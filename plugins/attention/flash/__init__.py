@@ -48,7 +48,8 @@ class Flash(Attention):
         dtypes={"float32", "bfloat16", "float16"},
         kv_dtypes={"float32", "bfloat16", "float16", "fp8", "int8"},
         head_dims=set(range(8, 257, 8)),
-        features={"gqa", "sliding_window", "softcap", "spec_verify", "token_head_scales", "lse", "batch_invariant", "sinks"},
+        features={"gqa", "sliding_window", "softcap", "spec_verify", "tree_verify", "token_head_scales", "lse"}
+        | {"batch_invariant", "sinks"},
         graph="any",
         packages=("cuda:triton",),
         requires={"cxx"},  # on CUDA it is Triton that needs a compiler
@@ -118,6 +119,15 @@ class Flash(Attention):
 
     def write(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, kv: torch.Tensor, slots_T: torch.Tensor) -> None:
         self._kernels.write(k_TKH, v_TKH, kv, slots_T)
+
+    def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
+        if isinstance(self._kernels, CpuKernels):
+            return self._kernels.move(kv, from_X, to_X)
+        size = self.spec.block_size
+        parts = [self._rows(kv)] + ([self._scales(kv, kv)] if self.spec.kv_scales == "token_head" else [])
+        for part in parts:
+            part[to_X // size, :, :, to_X % size] = part[from_X // size, :, :, from_X % size]
+        return None
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Any, out_TNH: torch.Tensor) -> None:
         self._kernels.attend(q_TNH, kv, plan, out_TNH)

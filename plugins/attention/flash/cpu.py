@@ -35,10 +35,19 @@ class CpuKernels:
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
         self._isa = options.isa
         self.num_kv_heads = spec.num_kv_heads
+        self._head_dim = spec.head_dim
         shape = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.block_size
         scores = float(spec.scale), spec.softcap or 0.0, spec.sliding_window or 0
         isa = 0 if options.isa == "auto" else _index_of(options.isa, self._ops.isas())
-        self._how = (*shape, *scores, options.num_splits, least_shared(options.cascade), isa, spec.batch_invariant, spec.has_sinks)
+        self._how = (
+            *shape,
+            *scores,
+            options.num_splits,
+            least_shared(options.cascade),
+            isa,
+            spec.batch_invariant,
+            spec.has_sinks,
+        )
 
     @cached_property
     def _ops(self) -> Any:
@@ -67,7 +76,8 @@ class CpuKernels:
 
     def plan(self, batch: Any, reuse: Plan | None = None) -> Plan:
         starts, contexts = torch.from_numpy(batch.q_start_R1_cpu), torch.from_numpy(batch.ctx_len_R_cpu)
-        work = self._plan(starts, contexts, batch.blocks_RM, *self._how)
+        trees = (None, None) if batch.trees is None else (batch.trees.start_R, batch.trees.ancestors_T)
+        work = self._plan(starts, contexts, batch.blocks_RM, *self._how, *trees)
         if reuse is None:
             return Plan(work, batch.blocks_RM)
         reuse.work, reuse.blocks_RM = work, batch.blocks_RM
@@ -75,6 +85,9 @@ class CpuKernels:
 
     def attend(self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor) -> None:
         self._attend(q_TNH, kv, plan.blocks_RM, plan.work, out_TNH)
+
+    def move(self, kv: torch.Tensor, from_X: torch.Tensor, to_X: torch.Tensor) -> None:
+        self._ops.move.default(kv, from_X, to_X, self._head_dim)
 
     def attend_lse(
         self, q_TNH: torch.Tensor, kv: torch.Tensor, plan: Plan, out_TNH: torch.Tensor, lse_TN: torch.Tensor

@@ -64,6 +64,7 @@ class Plan:
     partial: torch.Tensor | None  # the splits' results and their log-sum-exp (log2), where there are splits
     lse: torch.Tensor | None
     shared: Shared | None = None
+    trees: tuple[torch.Tensor, torch.Tensor] | None = None  # tree_start_R and ancestors_T, where there may be trees of drafts
 
 
 class CudaKernels:
@@ -115,6 +116,8 @@ class CudaKernels:
         assert reuse is None or plan.shared is None, "a plan for keys that rows share serves one step"
         assert (plan.num_tokens, plan.num_rows) == (batch.num_tokens, len(batch.ctx_len_R)), "the plan is of another shape"
         plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM = batch.q_start_R1, batch.ctx_len_R, batch.blocks_RM
+        assert reuse is None or (plan.trees is None) == (batch.trees is None), "a plan with trees is for steps that have them"
+        plan.trees = None if batch.trees is None else (batch.trees.start_R, batch.trees.ancestors_T)
         if plan.tiles_X2 is not None:
             tiles_X2 = np.full(plan.tiles_X2.shape, -1, np.int32)
             found_Y2 = self._tiles(batch, plan.small_q)
@@ -160,12 +163,13 @@ class CudaKernels:
             config = self._prefill
             kernels.prefill_kernel[(self._spec.num_kv_heads, len(plan.tiles_X2))](
                 *(q_TNH, kv, self._scales(kv), self._sinks(kv), out_TNH, _lse_or(out_TNH, lse_TN), plan.tiles_X2),
-                *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan)),
+                *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan), *_trees(plan)),
                 *(plan.num_rows, plan.num_tokens, len(plan.tiles_X2), *_strides(q_TNH, out_TNH, lse_TN, plan)),
                 **self._layer,
                 INVARIANT=self._spec.batch_invariant,
                 WITH_LSE=lse_TN is not None,
                 SHARED=plan.shared is not None,
+                TREES=plan.trees is not None,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
                 num_warps=config.num_warps,
@@ -184,12 +188,13 @@ class CudaKernels:
         config = self._decode_config(block_m)
         kernels.decode_kernel[(self._spec.num_kv_heads, plan.num_splits, plan.num_rows)](
             *(q_TNH, kv, self._scales(kv), self._sinks(kv), out_TNH, partial, partial_lse, _lse_or(out_TNH, lse_TN)),
-            *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan)),
+            *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan), *_trees(plan)),
             *(plan.num_rows, padded_to, plan.small_q, plan.num_splits, *_strides(q_TNH, out_TNH, lse_TN, plan)),
             **self._layer,
             SPLIT=is_split,
             WITH_LSE=lse_TN is not None,
             SHARED=plan.shared is not None,
+            TREES=plan.trees is not None,
             BLOCK_M=block_m,
             BLOCK_N=config.block_n,
             num_warps=config.num_warps,
@@ -368,6 +373,11 @@ def _lse_or(out_TNH: torch.Tensor, lse_TN: torch.Tensor | None) -> torch.Tensor:
 def _key_first(plan: Plan) -> torch.Tensor:
     """Where the rows' own keys begin; a tensor that is not touched where rows share none."""
     return plan.ctx_len_R if plan.shared is None else plan.shared.key_first_R
+
+
+def _trees(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the rows' trees of drafts are; tensors that are not touched where there are none."""
+    return (plan.ctx_len_R, plan.ctx_len_R) if plan.trees is None else plan.trees
 
 
 def _strides(q_TNH: torch.Tensor, out_TNH: torch.Tensor, lse_TN: torch.Tensor | None, plan: Plan) -> tuple[int, ...]:

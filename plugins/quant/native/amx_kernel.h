@@ -29,9 +29,8 @@ namespace lab {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTile = kDepth * kLanes;      // values of a tile, 1 KiB
 constexpr int64_t kPart = kTileRows * kLanes;   // sums of a tile, 1 KiB
-constexpr int64_t kGroupRows = 2 * kTileRows;   // rows whose sums are in the registers together
-constexpr int64_t kSliceSteps = 18;             // tiles; of a group 36 KiB, three quarters of the first cache
 constexpr int64_t kPanel = 1 << 19;             // weights of a panel at most, 1 MiB: half of the second cache
+constexpr int64_t kSliceSteps = 18;             // tiles; of a group 36 KiB, three quarters of the first cache
 constexpr int64_t kLine = 64;
 
 // A thread needs the kernel's leave for the tiles' registers; all threads made later inherit it.
@@ -186,6 +185,7 @@ inline void multiply(const Slice& slice, Sums& before, Sink& sink, Ahead& ahead,
 }
 
 // The product of a share, panel by panel: a panel of weights stays in the second cache while the groups of rows pass over it.
+// Behind the last one that is asked for which comes next in memory: likely it is this thread's next share.
 template <typename Sink>
 class ByPanels {
  public:
@@ -206,7 +206,7 @@ class ByPanels {
     for (int64_t begin = share_.first_block; begin < share_.end_block; begin += 2 * pairs_) {
       const int64_t end = std::min(begin + 2 * pairs_, share_.end_block);
       ahead = {reinterpret_cast<const char*>(linear_.block(end)),
-               reinterpret_cast<const char*>(linear_.block(std::min(end + 2 * pairs_, share_.end_block)))};
+               reinterpret_cast<const char*>(linear_.block(std::min(end + 2 * pairs_, linear_.num_blocks())))};
       for (int64_t row = share_.first_row; row < share_.end_row; row += kGroupRows) group(row, begin, end, ahead);
     }
     sums_[current_].hand_over(sink_);
@@ -305,6 +305,7 @@ void by_tiles(const Linear<BFloat16>& linear, const Share& share, Sink& sink) {
   if (rows <= kTileRows) {
     int64_t block = share.first_block;
     for (; block + 4 <= share.end_block; block += 4) few_rows<4>(linear, share, block, sink);
+    for (; block + 2 <= share.end_block; block += 2) few_rows<2>(linear, share, block, sink);
     for (; block < share.end_block; block++) few_rows<1>(linear, share, block, sink);
   } else {
     ByPanels<Sink>(linear, share, sink).run();

@@ -27,6 +27,8 @@ struct Linear {
   int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }
 };
 
+constexpr int64_t kGroupRows = 32;  // rows whose sums AMX has in its registers together
+
 // What one thread computes of a product: all sums of these rows and blocks.
 struct Share {
   int64_t first_row, end_row, first_block, end_block;

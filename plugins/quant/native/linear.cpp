@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "amx_kernel.h"
+#include "lab/team.h"
 #include "vector_kernel.h"
 
 namespace {
@@ -31,48 +32,53 @@ void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
   }
 }
 
-// How a product is divided among threads: into `across` runs of rows, and each of these into `along` runs of blocks. As long as
-// the memory is what limits, weights are best read by one thread only. A thread with many rows rather reads more weights, and
-// fewer inputs.
+// How a product is divided into pieces: pairs of blocks, in each of some runs of rows. As long as the memory is what limits,
+// weights are best read by one thread only. A thread with many rows rather reads more weights, and fewer inputs.
 struct Division {
-  int64_t rows, blocks, across, along;
+  int64_t rows, blocks, across, threads;
+  int64_t most;  // pieces that a thread takes at once
 
   template <typename T>
-  Division(const Linear<T>& linear, int64_t threads) : rows(linear.rows), blocks(linear.num_blocks()), across(1) {
+  Division(const Linear<T>& linear, int64_t threads) : rows(linear.rows), blocks(linear.num_blocks()), across(1), threads(threads) {
     for (int64_t n = 2; n <= threads; n++)
       if (threads % n == 0 && rows / n >= kRowsOfThread) across = n;
-    along = std::min(threads / across, (blocks + 1) / 2);
+    most = threads == 1 ? count() : std::max<int64_t>(2, count() / (kTurns * threads));
   }
 
-  int64_t threads() const { return across * along; }
+  int64_t pairs() const { return (blocks + 1) / 2; }
+  int64_t count() const { return pairs() * across; }
 
-  Share share(int64_t thread) const {
-    const int64_t row = thread / along, column = thread % along;
-    return {cut(rows, kGroupRows, row, across), cut(rows, kGroupRows, row + 1, across), cut(blocks, 2, column, along),
-            cut(blocks, 2, column + 1, along)};
+  // The share of the pieces [first, last) that has the first of them, up to the end of its rows. Moves `first` past it.
+  Share next(int64_t& first, int64_t last) const {
+    const int64_t run = first / pairs(), pair = first % pairs(), end = std::min(pairs(), pair + last - first);
+    first += end - pair;
+    return {begin_of(run), begin_of(run + 1), 2 * pair, std::min(blocks, 2 * end)};
   }
 
  private:
-  static constexpr int64_t kRowsOfThread = 256, kGroupRows = 32;
+  static constexpr int64_t kRowsOfThread = 256, kTurns = 8;
 
-  // Where the part begins when `size` is cut into parts of whole `unit`s.
-  static int64_t cut(int64_t size, int64_t unit, int64_t part, int64_t parts) {
-    return std::min(size, (size + unit - 1) / unit * part / parts * unit);
+  int64_t begin_of(int64_t run) const {
+    return std::min(rows, (rows + lab::kGroupRows - 1) / lab::kGroupRows * run / across * lab::kGroupRows);
   }
 };
 
-// Computes all shares, each with the sink that `sink_of(thread)` returns.
-template <typename T, typename SinkOf>
-void run(const Linear<T>& linear, const Division& division, SinkOf sink_of) {
-  const int64_t shares = division.threads();
-#pragma omp parallel num_threads(shares) if (shares > 1)
-  for (int64_t i = omp_get_thread_num(); i < shares; i += omp_get_num_threads()) {
-    auto&& sink = sink_of(i);
-    compute(linear, division.share(i), sink);
-  }
+// Computes all shares, each with a sink that `sink_of()` makes and `done(member, sink)` gets.
+template <typename T, typename SinkOf, typename Done>
+void run(const Linear<T>& linear, const Division& division, const SinkOf& sink_of, const Done& done) {
+  lab::in_runs(division.count(), division.threads, division.most, [&](int64_t first, int64_t last, int64_t member) {
+    while (first < last) {
+      auto sink = sink_of();
+      compute(linear, division.next(first, last), sink);
+      done(member, sink);
+    }
+  });
 }
 
-int64_t threads_here() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+template <typename T, typename SinkOf>
+void run(const Linear<T>& linear, const Division& division, const SinkOf& sink_of) {
+  run(linear, division, sink_of, [](int64_t, const auto&) {});
+}
 
 // x with rows of `depth` inputs one after another, padded with zeros; x itself where that is so already.
 at::Tensor padded(const at::Tensor& x, int64_t depth) {
@@ -107,8 +113,8 @@ Linear<T> arguments(const at::Tensor& x, const at::Tensor& packed, int64_t out_f
 template <typename T>
 void store_product(const at::Tensor& x, const at::Tensor& packed, at::Tensor& y, bool batch_invariant) {
   const Linear<T> linear = arguments<T>(x, packed, y.size(1), batch_invariant);
-  run(linear, Division(linear, threads_here()),
-      [&](int64_t) { return Store<T>{static_cast<T*>(y.mutable_data_ptr()), linear.outputs}; });
+  run(linear, Division(linear, at::get_num_threads()),
+      [&] { return Store<T>{static_cast<T*>(y.mutable_data_ptr()), linear.outputs}; });
 }
 
 // Returns (T, out_features).
@@ -125,8 +131,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t out_fea
 template <typename T>
 void store_gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant, at::Tensor& y) {
   const Linear<T> linear = arguments<T>(x, packed, out_features, batch_invariant);
-  run(linear, Division(linear, threads_here()),
-      [&](int64_t) { return lab::Gated<T>(static_cast<T*>(y.mutable_data_ptr()), linear.rows, linear.outputs); });
+  run(linear, Division(linear, at::get_num_threads()),
+      [&] { return lab::Gated<T>(static_cast<T*>(y.mutable_data_ptr()), linear.rows, linear.outputs); });
 }
 
 // `packed` has blocks of gate and up in turn. Returns silu(gate) * up: (T, out_features / 2).
@@ -144,17 +150,26 @@ at::Tensor gated(const at::Tensor& x, const at::Tensor& packed, int64_t out_feat
 template <typename T>
 void find_largest(const at::Tensor& x, const at::Tensor& packed, int64_t out_features, bool batch_invariant, int64_t* ids) {
   const Linear<T> linear = arguments<T>(x, packed, out_features, batch_invariant);
-  const Division division(linear, threads_here());
-  std::vector<Largest<T>> found(division.threads(), Largest<T>(linear.rows, out_features));
-  run(linear, division, [&](int64_t thread) -> Largest<T>& { return found[thread]; });
-  for (int64_t row = 0; row < linear.rows; row++) {
+  const Division division(linear, at::get_num_threads());
+  struct Best {
     int64_t id = -1;
     float value = 0;
-    for (const auto& of_thread : found) {
-      const auto [other_id, other] = of_thread.of(row);
-      Largest<T>::merge(id, value, other_id, other);
+  };
+  std::vector<Best> best(division.threads * linear.rows);  // of each thread, row by row
+  run(linear, division, [&] { return Largest<T>(linear.rows, out_features); }, [&](int64_t member, const Largest<T>& found) {
+    for (int64_t row = 0; row < linear.rows; row++) {
+      const auto [id, value] = found.of(row);
+      Best& of_thread = best[member * linear.rows + row];
+      Largest<T>::merge(of_thread.id, of_thread.value, id, value);
     }
-    ids[row] = id;
+  });
+  for (int64_t row = 0; row < linear.rows; row++) {
+    Best& all = best[row];
+    for (int64_t thread = 1; thread < division.threads; thread++) {
+      const Best& other = best[thread * linear.rows + row];
+      Largest<T>::merge(all.id, all.value, other.id, other.value);
+    }
+    ids[row] = all.id;
   }
 }
 

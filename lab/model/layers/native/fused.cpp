@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "lab/activation.h"
+#include "lab/team.h"
 
 namespace {
 
@@ -27,12 +28,10 @@ constexpr int64_t kAlone = 16384;  // elements that one thread is done with befo
 
 template <typename F>
 void for_rows(int64_t rows, int64_t elements, const F& row) {
-  if (rows * elements <= kAlone || at::in_parallel_region()) {
-    for (int64_t r = 0; r < rows; r++) row(r);
-    return;
-  }
-#pragma omp parallel for num_threads(at::get_num_threads())
-  for (int64_t r = 0; r < rows; r++) row(r);
+  const int64_t threads = rows * elements <= kAlone ? 1 : at::get_num_threads();
+  lab::in_runs(rows, threads, rows / (4 * threads), [&](int64_t first, int64_t last, int64_t) {
+    for (int64_t r = first; r < last; r++) row(r);
+  });
 }
 
 // The `lanes` first lanes, the rest zero.

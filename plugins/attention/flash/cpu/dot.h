@@ -78,7 +78,7 @@ struct Dot {
     float* s = scores + m * kTile;
     const int count = tile.groups * kGroup;
     const int position = position_of(c, item, m);
-    const int oldest = c.window ? position - c.window + 1 : 0;
+    const int oldest = c.window ? window_begin(c, item, m) : 0;
     const int last = std::min(position, item.key_last - 1);
     float factor = c.scale * kLog2e;
     if (c.softcap != 0) {
@@ -87,6 +87,7 @@ struct Dot {
       }
       factor = 1;
     }
+    if (start + count > item.tree_start) hide_nodes(start, m, s);
     vf highest = fill(kLowest);
     const vf none = fill(-INFINITY);
     if (start < oldest || start + count - 1 > last) {
@@ -117,6 +118,16 @@ struct Dot {
     sum[m] = sum[m] * shrink + added;
     maximum[m] = now;
     return shrink;
+  }
+
+  // Scores of the nodes that are not on the query's path.
+  void hide_nodes(int start, int m, float* s) const {
+    for (int i = 0; i < tile.groups * kGroup; i += 32) {
+      const uint32_t seen = nodes_seen(c, item, m, start + i);
+      for (int k = 0; k < 32 && i + k < tile.groups * kGroup; k++) {
+        if (!(seen >> k & 1)) s[i + k] = -INFINITY;
+      }
+    }
   }
 
   // Weighted values of the tile for the queries from M0 on, as many at a time as there are registers.

@@ -21,6 +21,7 @@ constexpr int kGroup = 16;       // keys that are read through one base pointer
 constexpr int kAhead = 128;      // keys between what is worked on and what memory is asked for
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
 constexpr int kMaxDim = 256;
+constexpr int32_t kNoTree = INT32_MAX;
 constexpr int kMaxLanes = 768;   // query vectors of one item: tokens times the query heads of a KV head
 
 // A token whose keys are in part attended to together with those of other rows. Tokens of a row that are merged together, a
@@ -41,6 +42,7 @@ struct Call {
   float* lse;          // [T, N] natural logsumexp of the scores; null where nobody asks for it
   int64_t lse_stride_t;
   const SharedToken* shared;  // tokens of the items that serve several rows
+  const int32_t* ancestors;  // [T, 2] the path of each token in its row's tree of drafts, 64 bits; null where there are no trees
   float* partials;     // of split rows: for each lane its maximum, its sum, and DP unnormalised outputs
   int32_t* arrived;    // splits of a row and KV head that are done
   Type type, kv_type;  // of q and out; of the cache
@@ -69,6 +71,7 @@ struct Item {
   int32_t partial;               // index of split 0's first lane among the partials; not of shared tokens
   int32_t counter;               // index into `arrived`; not of shared tokens
   int32_t cost;
+  int32_t tree_start;            // keys from it on are nodes of the row's tree of drafts, seen by paths; kNoTree: there is none
 };
 
 // Floats of scratch memory that one thread may need; what is not touched costs nothing.
@@ -78,7 +81,7 @@ constexpr size_t kScratchFloats =
     + size_t(kTile) * kMaxDim / 2 * 3     // packed values of three tiles
     + size_t(kTile) * 32 * 3 + 32 * 32 * 3  // weights and scores of a lane group
     + size_t(16) * kMaxDim * 2            // rows on their way in and out
-    + size_t(kMaxLanes) * 4 + 4096;
+    + size_t(kMaxLanes) * 5 + 4096;
 
 struct Kernels {
   const char* name;

@@ -1,5 +1,5 @@
-// Up to four query vectors (decodes, where a KV head serves few query heads), by matrix tiles: for each key and value a tile makes
-// in one cycle what its products with dot products would take a vector unit ten of.
+// Up to four query vectors (decodes, where a KV head serves few query heads), by matrix tiles, which make in a cycle or two what
+// a vector unit takes ten for.
 //
 // Scores[key][lane] = keys x queries take the keys as they lie in the cache, and a vector of scores is four keys' of four lanes.
 // Outputs[lane][dim] = weights x values take the weights turned, and the values of two keys side by side, which needs no turning.
@@ -14,8 +14,8 @@ struct Fours {
   static constexpr int kLanes = 4, kKeys = W / kLanes;  // lanes, and keys of a vector of scores
   static constexpr int kChunk = 2 * kGroup;             // keys of one product with values
 
-  // Tiles 0 to 3: sums of values, [lane, 16 dims]. 4: scores, [key, lane]. 5: queries, [pair of dims, lane]. 6: keys, [key, 32 dims],
-  // or values, [pair of keys, 16 dims]. 7: weights, [lane, 32 keys].
+  // Tiles 0 to 3: sums of values, [lane, 16 dims]. 4: scores, [key, lane]. 5: queries, [pair of dims, lane]. 6: keys,
+  // [key, 32 dims], or values, [pair of keys, 16 dims]. 7: weights, [lane, 32 keys].
   static void configure() {
     struct alignas(64) Config {
       uint8_t palette, start_row, reserved[14];
@@ -57,7 +57,7 @@ struct Fours {
     std::memset(o, 0, kLanes * dim * 4);
     for (int i = 0; i < W; i++) {
       const int position = position_of(c, item, std::min(i % kLanes, lanes - 1));
-      oldest[i] = c.window ? position - c.window + 1 : 0;
+      oldest[i] = c.window ? window_begin(c, item, std::min(i % kLanes, lanes - 1)) : 0;
       last[i] = std::min(position, item.key_last - 1);
     }
     pack_queries();
@@ -148,7 +148,7 @@ struct Fours {
     const int count = num_chunks() * kChunk;
     if (tile.groups % 2) std::memset(tile.v_scale + tile.groups * kGroup, 0, kGroup * 4);
     const float factor = c.softcap != 0 ? 1 : c.scale * kLog2e;
-    const bool masked = start < oldest[lanes - 1] || start + count - 1 > last[0];
+    const bool masked = start < highest_oldest() || start + count - 1 > last[0] || start + count > item.tree_start;
     vf highest = fill(kLowest);
     for (int k = 0; k < count; k += kKeys) {
       vf x = load(scores + k * kLanes);
@@ -156,6 +156,7 @@ struct Fours {
       if (c.softcap != 0) x = tanhv(x * (c.scale / c.softcap)) * (c.softcap * kLog2e);
       x *= factor;
       if (masked) x = mask(x, start + k);
+      if (start + k + kKeys > item.tree_start) x = hide_nodes(x, start + k);
       store(scores + k * kLanes, x);
       highest = vmax(highest, x);
     }
@@ -171,11 +172,22 @@ struct Fours {
     for (int k = 0; k < count; k += kChunk) weigh(k);
   }
 
+  INLINE int highest_oldest() const { return std::max(std::max(oldest[0], oldest[1]), std::max(oldest[2], oldest[3])); }
+
   INLINE vf mask(vf x, int first) const {
     const vi key = lane_numbers() / kLanes + first;
     const vf none = fill(-INFINITY);
     x = key < oldest ? none : x;
     return key > last ? none : x;
+  }
+
+  // Minus infinity for the nodes that are not on a lane's path.
+  INLINE vf hide_nodes(vf x, int first) const {
+    vi seen{};
+    for (int i = 0; i < W; i++) {
+      if (i % kLanes < lanes) seen[i] = nodes_seen(c, item, i % kLanes, first) >> (i / kLanes) & 1;
+    }
+    return seen != 0 ? x : fill(-INFINITY);
   }
 
   // 2 to the power of a chunk's scores, turned into rows of weights, one for each lane.

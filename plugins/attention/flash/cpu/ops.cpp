@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lab/team.h"
 #include "plan.h"
 #include "quantized.h"
 
@@ -77,6 +78,7 @@ inline void copy_bytes(const char* from, char* to, int64_t bytes) {
 }
 
 constexpr int64_t kWriteBytes = 1 << 17;  // less than this is written before other threads wake up
+constexpr int64_t kWriteAhead = 4;  // tokens between the one that is written and the one whose places are asked for
 
 // The cache's sizes and where its parts lie.
 struct Layout {
@@ -144,39 +146,88 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
   const float* scales = to.has_fixed_scales ? fixed_scales(kv, to) : nullptr;
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   char* cache = (char*)kv.data_ptr();
-  const int64_t grain = std::max<int64_t>(1, kWriteBytes / (2 * to.heads * row_bytes));
-  at::parallel_for(0, tokens, grain, [&](int64_t first, int64_t last) {
-    for (int64_t token = first; token < last; token++) {
-      if (slot[token] < 0) continue;
-      const int64_t block = slot[token] / to.block_size, offset = slot[token] - block * to.block_size;
-      for (int64_t head = 0; head < to.heads; head++) {
-        char* place = cache + (block * to.heads + head) * to.head_bytes;
-        for (int64_t half = 0; half < 2; half++) {
-          const char* values = sources[half].row(token, head);
-          if (is_quantized) {
-            const float* scale = scales ? scales + half * to.heads + head : nullptr;
-            write_quantized(sources[half], values, dim, to, place, half, offset, scale);
-            continue;
-          }
-          char* row = place + (half * to.block_size + offset) * row_bytes;
-          if (sources[half].type == to.type) {
-            copy_bytes(values, row, dim * size);
-          } else {
-            convert_row(values, row, dim);
-          }
-          if (dim < to.padded) std::memset(row + dim * size, 0, (to.padded - dim) * size);
-        }
+  const auto place_of = [&](int64_t token, int64_t head) {
+    return cache + (slot[token] / to.block_size * to.heads + head) * to.head_bytes;
+  };
+  // A step of decodes writes a line here and a line there, each far from the CPU: they are fetched side by side.
+  const auto ask = [&](int64_t token) {
+    if (slot[token] < 0) return;
+    for (int64_t head = 0; head < to.heads; head++) {
+      const char* row = place_of(token, head) + slot[token] % to.block_size * row_bytes;
+      for (int64_t i = 0; i < row_bytes; i += 64) {
+        __builtin_prefetch(row + i, 1);
+        __builtin_prefetch(row + to.block_size * row_bytes + i, 1);
       }
+    }
+  };
+  const auto write_token = [&](int64_t token) {
+    if (slot[token] < 0) return;
+    const int64_t offset = slot[token] % to.block_size;
+    for (int64_t head = 0; head < to.heads; head++) {
+      char* place = place_of(token, head);
+      for (int64_t half = 0; half < 2; half++) {
+        const char* values = sources[half].row(token, head);
+        if (is_quantized) {
+          const float* scale = scales ? scales + half * to.heads + head : nullptr;
+          write_quantized(sources[half], values, dim, to, place, half, offset, scale);
+          continue;
+        }
+        char* row = place + (half * to.block_size + offset) * row_bytes;
+        if (sources[half].type == to.type) {
+          copy_bytes(values, row, dim * size);
+        } else {
+          convert_row(values, row, dim);
+        }
+        if (dim < to.padded) std::memset(row + dim * size, 0, (to.padded - dim) * size);
+      }
+    }
+  };
+  const int64_t threads = tokens * to.heads * row_bytes * 2 < kWriteBytes ? 1 : at::get_num_threads();
+  lab::in_runs(tokens, threads, tokens / (4 * threads), [&](int64_t first, int64_t last, int64_t) {
+    for (int64_t token = first; token < std::min(last, first + kWriteAhead); token++) ask(token);
+    for (int64_t token = first; token < last; token++) {
+      if (token + kWriteAhead < last) ask(token + kWriteAhead);
+      write_token(token);
     }
   });
 }
 
-// q_start [R + 1], ctx_len [R] and blocks [R, M] int32; the others as How has them. Returns a Plan's memory.
+// What `kv` holds at the slots `from` to the slots `to`, both [X], scales of tokens included; all is read before any is written.
+void move(const Tensor& kv, const Tensor& from, const Tensor& to, int64_t dim) {
+  const Layout of = layout_of(kv, dim);
+  const int64_t row_bytes = of.padded * kv.element_size(), count = from.numel();
+  const int64_t scale_bytes = (of.type == Type::i8 || of.type == Type::fp8) && !of.has_fixed_scales ? 2 : 0;
+  const int64_t values_bytes = 2 * of.block_size * row_bytes;
+  std::vector<char> kept(count * of.heads * 2 * (row_bytes + scale_bytes));
+  char* cache = (char*)kv.data_ptr();
+  const auto each = [&](const Tensor& slots, const auto& copy) {
+    char* at = kept.data();
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t slot = slots.const_data_ptr<int64_t>()[i], block = slot / of.block_size, offset = slot % of.block_size;
+      for (int64_t half = 0; half < 2 * of.heads; half++) {
+        char* place = cache + (block * of.heads + half / 2) * of.head_bytes;
+        const int64_t row = half % 2 * of.block_size + offset;
+        copy(place + row * row_bytes, at, row_bytes);
+        copy(place + values_bytes + row * scale_bytes, at + row_bytes, scale_bytes);
+        at += row_bytes + scale_bytes;
+      }
+    }
+  };
+  each(from, [](char* cached, char* own, int64_t bytes) { std::memcpy(own, cached, bytes); });
+  each(to, [](char* cached, char* own, int64_t bytes) { std::memcpy(cached, own, bytes); });
+}
+
+// q_start [R + 1], ctx_len [R] and blocks [R, M] int32; the others as How and StepRows have them. Returns a Plan's memory.
 Tensor plan_step(const Tensor& q_start, const Tensor& ctx_len, const Tensor& blocks, int64_t kv_heads, int64_t group, int64_t dim,
                  int64_t block_size, double scale, double softcap, int64_t window, int64_t num_splits, int64_t cascade, int64_t isa,
-                 bool batch_invariant, bool has_sinks) {
-  const StepRows step{q_start.const_data_ptr<int32_t>(), ctx_len.const_data_ptr<int32_t>(), blocks.const_data_ptr<int32_t>(),
-                      ctx_len.numel(), blocks.stride(0)};
+                 bool batch_invariant, bool has_sinks, const std::optional<Tensor>& tree_start, const std::optional<Tensor>& ancestors) {
+  const StepRows step{q_start.const_data_ptr<int32_t>(),
+                      ctx_len.const_data_ptr<int32_t>(),
+                      blocks.const_data_ptr<int32_t>(),
+                      ctx_len.numel(),
+                      blocks.stride(0),
+                      tree_start ? tree_start->const_data_ptr<int32_t>() : nullptr,
+                      ancestors ? ancestors->const_data_ptr<int64_t>() : nullptr};
   const How how{kv_heads, group, dim, block_size, float(scale), float(softcap), window, num_splits, cascade, isa,
                 at::get_num_threads(), batch_invariant, has_sinks};
   Tensor made;
@@ -205,6 +256,7 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   c.blocks_stride = blocks.stride(0);
   if (lse) c.lse = lse->data_ptr<float>(), c.lse_stride_t = lse->stride(0);
   c.shared = plan.shared(), c.partials = plan.partials(), c.arrived = plan.arrived();
+  c.ancestors = plan.num_paths ? plan.ancestors() : nullptr;
   const Layout layout = layout_of(kv, q.size(2));
   c.type = type_of(q), c.kv_type = layout.type;
   c.num_kv_heads = layout.heads, c.group = q.size(1) / layout.heads, c.dim = q.size(2), c.padded_dim = layout.padded;
@@ -215,11 +267,9 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);
   const Item* items = plan.items();
-  const int count = plan.num_items, threads = plan.threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int i = 0; i < count; i++) {
-    kernels.attend(c, items[i], i + threads < count ? items + i + threads : nullptr, scratch());
-  }
+  lab::in_runs(plan.num_items, plan.threads, 1, [&](int64_t i, int64_t, int64_t) {
+    kernels.attend(c, items[i], i + 1 < plan.num_items ? items + i + 1 : nullptr, scratch());
+  });
   if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }
 
@@ -243,8 +293,9 @@ DEFINE_LIBRARY(LAB_NAMESPACE, m) {
   m.def("isas() -> str[]", flash::isas);
   m.def("write(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()", flash::write);
   m.def("plan(Tensor q_start, Tensor ctx_len, Tensor blocks, int kv_heads, int group, int dim, int block_size, float scale,"
-        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant,"
-        " bool has_sinks) -> Tensor", flash::plan_step);
+        " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant, bool has_sinks,"
+        " Tensor? tree_start, Tensor? ancestors) -> Tensor", flash::plan_step);
+  m.def("move(Tensor(a!) kv, Tensor from_slots, Tensor to_slots, int dim) -> ()", flash::move);
   m.def("keys_read(Tensor plan) -> int", flash::keys_read);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
   m.def("attend_lse(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out, Tensor(c!) lse) -> ()",

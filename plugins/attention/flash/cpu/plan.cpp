@@ -3,10 +3,12 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "lab/team.h"
 #include "prefixes.h"
 
 namespace flash {
@@ -33,6 +35,10 @@ struct Row {
   int32_t key_first, key_last;  // keys that it attends to by itself
   int32_t shared_splits;        // parts of the keys before them, which it attends to with other rows
   int32_t shared_at;            // where its tokens are among the shared ones
+  int32_t tree_start;
+
+  // The least position in the text that a token from the one in slot `at` on has.
+  int32_t least_position(int64_t at) const { return std::min<int64_t>(at, tree_start); }
 };
 
 std::vector<Row> rows_of(const StepRows& step, int64_t window) {
@@ -40,7 +46,8 @@ std::vector<Row> rows_of(const StepRows& step, int64_t window) {
   for (size_t r = 0; r < rows.size(); r++) {
     const int32_t count = step.q_start[r + 1] - step.q_start[r], position = step.ctx_len[r] - count;
     const int32_t first = window ? std::max<int32_t>(0, position - int32_t(window) + 1) : 0;
-    rows[r] = {step.q_start[r], count, position, first, step.ctx_len[r], 0, 0};
+    const bool has_tree = step.tree_start && step.tree_start[r] < step.ctx_len[r];
+    rows[r] = {step.q_start[r], count, position, first, step.ctx_len[r], 0, 0, has_tree ? step.tree_start[r] : kNoTree};
   }
   return rows;
 }
@@ -89,6 +96,7 @@ class Planner {
     for (size_t r = 0; r < rows.size(); r++) add_row(r);
     for (const Prefix& prefix : prefixes.found) add_prefix(prefix);
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    deal_out();
   }
 
  private:
@@ -99,6 +107,20 @@ class Planner {
   const int64_t tokens;  // that one item takes, at most
   Prefixes prefixes;
   int64_t share = 1;  // of the cost, for an item
+
+  // Into the shares that threads begin with: to each in turn the dearest that is left.
+  void deal_out() {
+    const int64_t count = items.size(), threads = std::min(how.threads, count);
+    std::vector<Item> dealt;
+    dealt.reserve(count);
+    int64_t rest = threads ? count / threads * threads : 0;
+    for (int64_t t = 0; t < threads; t++) {
+      const int64_t share = lab::share_begin(count, t + 1, threads) - lab::share_begin(count, t, threads);
+      for (int64_t i = 0; i < count / threads; i++) dealt.push_back(items[i * threads + t]);
+      if (share > count / threads) dealt.push_back(items[rest++]);
+    }
+    items = std::move(dealt);
+  }
 
   // As many tokens as share a tile's packing, unless threads would go without work.
   int64_t tokens_of_an_item() const {
@@ -152,7 +174,8 @@ class Planner {
     for (int32_t done = 0; done < row.q_count; done += tokens) {
       const int64_t count = std::min<int64_t>(tokens, row.q_count - done), lanes = count * group;
       const int64_t position = row.position + done;
-      const int64_t first = std::max<int64_t>(row.key_first, window ? position - window + 1 : 0), last = position + count;
+      const int64_t first = std::max<int64_t>(row.key_first, window ? row.least_position(position) - window + 1 : 0);
+      const int64_t last = position + count;
       const int64_t piece = piece_of(last - first, lanes);
       const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
       const int64_t splits = row.shared_splits + (last - start + piece - 1) / piece;
@@ -168,6 +191,7 @@ class Planner {
           item.position = position;
           item.split = s, item.num_splits = splits;
           item.partial = num_partials, item.counter = num_counters;
+          item.tree_start = row.tree_start;
           items.push_back(item);
         }
         if (splits > 1) {
@@ -202,6 +226,7 @@ class Planner {
     Item item{};
     item.row = row, item.kv_head = head;
     item.key_first = key_first, item.key_last = key_last;
+    item.tree_start = kNoTree;
     item.cost = std::min<int64_t>(cost_of(key_last - key_first, lanes), INT32_MAX);
     return item;
   }
@@ -217,15 +242,17 @@ void plan(const StepRows& step, const How& how, const std::function<void*(int64_
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost;
   const int64_t num_items = items.size(), num_shared = shared.size(), part_bytes = 4 * (padded_dim(how.dim) + 2);
+  const int32_t num_tokens = step.q_start[step.num_rows], num_paths = step.ancestors ? num_tokens : 0;
   const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + num_shared * sizeof(SharedToken) + 4 * planner.num_counters +
-                        planner.num_partials * part_bytes;
+                        8 * num_paths + planner.num_partials * part_bytes;
   Plan& plan = *(Plan*)allocate(bytes);
-  plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, step.q_start[step.num_rows], int32_t(how.window),
-          int32_t(how.isa), how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads)),
-          how.has_sinks};
+  plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, num_tokens, int32_t(how.window), int32_t(how.isa),
+          how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads)), how.has_sinks,
+          num_paths};
   std::copy(items.begin(), items.end(), plan.items());
   std::copy(shared.begin(), shared.end(), plan.shared());
   std::fill_n(plan.arrived(), planner.num_counters, 0);
+  if (num_paths) std::memcpy(plan.ancestors(), step.ancestors, 8 * num_paths);
 }
 
 }  // namespace flash

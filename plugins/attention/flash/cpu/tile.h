@@ -70,6 +70,7 @@ struct Tiles {
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
   int32_t* position; // [lane group, L]
+  int32_t* begins;   // [lane group, L] the first key by the window, where there is one
   float* scores[3];  // [kChunk, L]; the last one is for units that are done again
   float* weights[2];
   float* rows;       // [W, DP]
@@ -84,6 +85,7 @@ struct Tiles {
     maximum = scratch.take<float>(lane_groups * L);
     sum = scratch.take<float>(lane_groups * L);
     position = scratch.take<int32_t>(lane_groups * L);
+    begins = scratch.take<int32_t>(lane_groups * L);
     begun = scratch.take<bool>(lane_groups);
     for (float*& piece : scores) piece = scratch.take<float>(kChunk * L);
     for (float*& piece : weights) piece = scratch.take<float>(kTile / N::kPerWord * L);
@@ -95,7 +97,10 @@ struct Tiles {
     std::memset(sum, 0, lane_groups * L * 4);
     std::memset(begun, 0, lane_groups);
     std::fill_n(maximum, lane_groups * L, kLowest);
-    for (int lane = 0; lane < lane_groups * L; lane++) position[lane] = position_of(c, item, lane);
+    for (int lane = 0; lane < lane_groups * L; lane++) {
+      position[lane] = position_of(c, item, lane);
+      begins[lane] = c.window ? window_begin(c, item, std::min(lane, lanes - 1)) : 0;
+    }
     next_start = keys.first() - kTile;
     next_group = lane_groups;
   }
@@ -148,7 +153,8 @@ struct Tiles {
       }
       const KeyTile<N>& tile = tiles[slot];
       const int seen = std::min(tile.groups * kGroup, newest(next_group) + 1 - tile.start);
-      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= oldest(next_group) - c.window + 1;
+      const int first_seen = std::min(oldest(next_group), item.tree_start) - c.window + 1;
+      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= first_seen;
       if (seen <= 0 || left_behind) continue;
       unit.tile = &tile;
       unit.values = packed[slot];
@@ -279,7 +285,8 @@ struct Tiles {
 
   INLINE bool is_masked(const Unit& unit, int chunk) const {
     const int start = unit.tile->start + chunk * kChunk, stop = start + kChunk;
-    return stop - 1 > oldest(unit.group) || stop > item.key_last || (c.window && start <= newest(unit.group) - c.window);
+    return stop - 1 > oldest(unit.group) || stop > item.key_last || stop > item.tree_start ||
+           (c.window && start <= newest(unit.group) - c.window);
   }
 
   // Softcap and mask, where there are any.
@@ -338,11 +345,12 @@ struct Tiles {
   };
 
   void mask(int start, int first, float* scores) {
+    if (start + kChunk > item.tree_start) hide_nodes(start, first, scores);
     const vf none = fill(-INFINITY);
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
       const vi at = load_as<vi>(position + first + v * W);
-      const vi oldest = c.window ? at - (c.window - 1) : vi{};
+      const vi oldest = load_as<vi>(begins + first + v * W);
       const vi end = vi{} + (item.key_last - 1);
       const vi last = at < end ? at : end;
       for (int k = 0; k < kChunk; k++) {
@@ -352,6 +360,19 @@ struct Tiles {
         x = key > last ? none : x;
         x = key < oldest ? none : x;
         store(s, x);
+      }
+    }
+  }
+
+  // Scores of the nodes that are not on a lane's path.
+  void hide_nodes(int start, int first, float* scores) {
+    alignas(64) uint32_t seen[L];
+    for (int i = 0; i < L; i++) seen[i] = first + i < lanes ? nodes_seen(c, item, first + i, start) : 0;
+    const vf none = fill(-INFINITY);
+    for (int k = 0; k < kChunk; k++) {
+      for (int v = 0; v < NV; v++) {
+        float* s = scores + k * L + v * W;
+        store(s, (load_as<vi>(seen + v * W) >> k & 1) != 0 ? load(s) : none);
       }
     }
   }

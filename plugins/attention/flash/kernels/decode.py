@@ -30,6 +30,8 @@ def decode_kernel(
     ctx_len_ptr,
     blocks_ptr,
     key_first_ptr,
+    tree_start_ptr,
+    ancestors_ptr,
     num_rows,
     num_tokens,
     small_q,
@@ -52,6 +54,7 @@ def decode_kernel(
     SPLIT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     SHARED: tl.constexpr,
+    TREES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -59,7 +62,8 @@ def decode_kernel(
     """Attention of the rows with 1 to small_q tokens, each split of a row's keys by a program. Grid: (KV heads, splits, rows).
 
     With SPLIT the results go to partial (rows, small_q, heads, splits, HEAD_DIM) and partial_lse (log2), for `reduce_kernel`.
-    Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE, SINKS and SHARED: see `prefill_kernel`.
+    Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE, SINKS, SHARED and TREES: see
+    `prefill_kernel`.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -84,10 +88,16 @@ def decode_kernel(
         before = num_ctx - num_q
         lowest = tl.load(key_first_ptr + row) if SHARED else 0
         first, last = _share(lowest, before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
+        tree_first = num_ctx
+        paths = tokens
+        if TREES:
+            tree_first = tl.load(tree_start_ptr + row)
+            paths = tl.load(ancestors_ptr + places, mask=tokens < num_q, other=0)
         kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = attend_keys(
-            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, before + tokens, first, last, before, num_ctx),
+            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, before + tokens, first, last, before, num_ctx, tree_first),
+            *(paths, TREES),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
         )
         result = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -19,6 +19,8 @@ def prefill_kernel(
     ctx_len_ptr,
     blocks_ptr,
     key_first_ptr,
+    tree_start_ptr,
+    ancestors_ptr,
     num_rows,
     num_tokens,
     num_tiles,
@@ -40,6 +42,7 @@ def prefill_kernel(
     INVARIANT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     SHARED: tl.constexpr,
+    TREES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -47,8 +50,10 @@ def prefill_kernel(
     """Causal attention of rows with many tokens. Grid: (KV heads, tiles).
 
     INVARIANT: a token gets the same bits whichever tile it is in: one loop, the masked one, walks over all of its keys.
-    WITH_LSE: the logsumexp of each query's scores goes to lse. SINKS: it has one score more, of its head, in sinks. SHARED: each row's keys begin at key_first; those before it are
-    for `shared_kernel`.
+    WITH_LSE: the logsumexp of each query's scores goes to lse. SINKS: each has one score more, that of its head in sinks.
+    SHARED: each row's keys begin at key_first; those before it are for `shared_kernel`. TREES: rows may have trees of drafts,
+    whose first slot is in tree_start (ctx_len where there is none); the ancestors of each token say which of their nodes it
+    sees.
     tiles_ptr holds (row, first token) of each tile of BLOCK_M // GROUP tokens; row -1 is no tile. Padding tokens get zeros.
     """
     head = tl.program_id(0)
@@ -78,10 +83,15 @@ def prefill_kernel(
         kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         first = tl.load(key_first_ptr + row) if SHARED else 0
+        tree_first = num_ctx
+        paths = tokens
+        if TREES:
+            tree_first = tl.load(tree_start_ptr + row)
+            paths = tl.load(ancestors_ptr + places, mask=is_real, other=0)
         if WINDOW > 0:
-            first = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            first = tl.maximum(tl.minimum(before, tree_first) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         acc, total, maximum = attend_keys(
-            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, first, last, before, num_ctx),
+            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, first, last, before, num_ctx, tree_first, paths, TREES),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, INVARIANT),
         )
         to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM

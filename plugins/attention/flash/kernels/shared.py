@@ -61,7 +61,8 @@ def shared_kernel(
     kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
     blocks_ptr += row * blocks_stride
     acc, total, maximum = attend_keys(
-        *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, key_last, key_last - 1, key_last),
+        *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, key_last, key_last - 1, key_last, key_last),
+        *(positions, False),
         *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
     )
     part = (slot + at) * (NUM_KV * GROUP) + heads

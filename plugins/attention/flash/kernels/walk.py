@@ -47,10 +47,14 @@ def _walk(
     scales_ptr,
     blocks_ptr,
     positions,
+    begins,
+    tree_first,
+    paths,
     first,
     last,
     num_ctx,
     MASKED: tl.constexpr,
+    TREES: tl.constexpr,
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -67,7 +71,9 @@ def _walk(
     Args:
         acc, total, maximum: the running sums (M, D), their weights' sum (M,) and the largest score so far (M,).
         kv_ptr, scales_ptr: the cache and its scales, moved to the KV head; blocks_ptr: the row's block table.
-        positions: of the queries (M,).
+        positions: of the queries (M,), in their row's slots.
+        begins: the first key that each sees, with a WINDOW (M,).
+        tree_first, paths: with TREES, see `attend_keys`.
         MASKED: whether some query may not see some key; else `last - first` is a multiple of N.
     """
     dims = tl.arange(0, BLOCK_D)
@@ -99,7 +105,11 @@ def _walk(
         if MASKED:
             seen = places[None, :] <= positions[:, None]
             if WINDOW > 0:
-                seen = seen & (places[None, :] > positions[:, None] - WINDOW)
+                seen = seen & (places[None, :] >= begins[:, None])
+            if TREES:
+                nodes = places - tree_first
+                on_path = (paths[:, None] >> tl.minimum(tl.maximum(nodes, 0), 62).to(tl.int64)[None, :]) & 1
+                seen = seen & ((nodes < 0)[None, :] | (on_path != 0))
             scores = tl.where(seen, scores, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
         base = highest
@@ -140,6 +150,9 @@ def attend_keys(
     last,
     before,
     num_ctx,
+    tree_first,
+    paths,
+    TREES: tl.constexpr,
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -155,21 +168,33 @@ def attend_keys(
 ):
     """What a query tile gets of the keys first .. last - 1: weighted sums of values (M, D), sums of weights and maxima (M,).
 
-    Every query sees the keys before `before + 1`: whole tiles of them need no mask, unless there is a window, or MASK_ALL.
-    `sinks` (M,) are scores that no key stands behind, as `load_sinks` gives them: each counts as a weight without a value.
+    Every query sees the keys before `before + 1`: whole tiles of them need no mask, unless there is a window, or MASK_ALL. With
+    TREES the keys from tree_first on are the nodes of the row's tree of drafts, and bit i of a query's path (M,), int64, says
+    whether it sees node i. `sinks` (M,) are scores that no key stands behind, as `load_sinks` gives them: each counts as a
+    weight without a value.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.where(sinks > float("-inf"), 1.0, 0.0)
     maximum = sinks
     masked_from = first
+    begins = positions - WINDOW + 1
+    if TREES:
+        before = tl.minimum(before, tree_first - 1)
+        if WINDOW > 0:  # a node's position in the text goes by its depth
+            depths = tl.zeros([BLOCK_M], tl.int32)
+            for node in range(63):
+                depths += ((paths >> node) & 1).to(tl.int32)
+            begins = tl.where(positions >= tree_first, tree_first - 1 + depths, positions) - WINDOW + 1
     if WINDOW == 0 and not MASK_ALL:
         masked_from = first + tl.maximum(tl.minimum(last, before + 1) - first, 0) // BLOCK_N * BLOCK_N
         acc, total, maximum = _walk(
-            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, first, masked_from, num_ctx, False),
+            *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, begins, tree_first, paths),
+            *(first, masked_from, num_ctx, False, TREES),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
         )
     acc, total, maximum = _walk(
-        *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, masked_from, last, num_ctx, True),
+        *(acc, total, maximum, q, kv_ptr, scales_ptr, blocks_ptr, positions, begins, tree_first, paths),
+        *(masked_from, last, num_ctx, True, TREES),
         *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_N, BLOCK_D),
     )
     return _times_fixed_scale(acc, scales_ptr, NUM_KV, KV_SCALES), total, maximum
