@@ -241,6 +241,16 @@ def test_logsumexp(num_splits):
     compare(replace(case, rows=((40, 1), (9, 1)), sliding_window=20, softcap=3.0), num_splits, lse=True)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sinks(num_splits):
+    """They count once, in whichever kernel and split, and in the logsumexp by which parts of shared prefixes are merged."""
+    case = Case(((0, 18), (40, 1), (9, 2)), 6, 2, head_dim=16, num_padding=2, sinks=True)
+    compare(case, num_splits, lse=True)
+    compare(replace(case, rows=((90, 1), (9, 1)), sliding_window=20, softcap=3.0), num_splits, lse=True)
+    compare(replace(case, kv_dtype=torch.int8, kv_scales="head", block_size=2), num_splits)
+    compare(replace(TestCascade.CASE, sinks=True), num_splits, cascade=1, lse=True)
+
+
 class TestCascade:
     """Keys that rows share are attended to once: groups of rows and groups within them, in any order."""
 

@@ -87,6 +87,16 @@ class TestEveryInstructionSet:
                 k.copy_((towards * torch.arange(len(k)) / 4).to(dtype)[:, None, None].expand_as(k))
             trial.run(make_backend(FLASH, options, spec_of(trial.case, CPU)), None)
 
+    def test_sinks(self, options, dtype):
+        """They count once, also of rows that are split or share a prefix, and where they lie in more than one block."""
+        case = Case(((200, 1), (0, 40), (161, 9), (90, 2)), 9, 3, dtype=dtype, sinks=True, num_padding=2)
+        for num_splits, cascade, prefixes in ((1, "never", ()), (3, "never", ()), (2, 1, (((0, 2, 3), 80),))):
+            given = replace(options, num_splits=num_splits, cascade=cascade)
+            compare(FLASH, given, replace(case, prefixes=prefixes), lse=True)
+        for kv_scales in ("head", "token_head"):
+            compare(FLASH, options, replace(case, kv_dtype=torch.int8, kv_scales=kv_scales))
+        compare(FLASH, options, replace(case, num_heads=32, num_kv_heads=1, head_dim=32, block_size=1, num_padding=0))
+
 
 class TestCascade:
     """Keys that rows share are attended to once. What the kernels make of them the shared checks judge."""

@@ -21,7 +21,7 @@ GPUS = {80: Gpu(108, 166_912), 90: Gpu(132, 232_448)}  # A100 and H100: multipro
 LLAMA = Case(((0, 300), (900, 1), (40, 1)), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64)
 LARGE = replace(LLAMA, num_heads=8, num_kv_heads=8, head_dim=256, softcap=30.0, sliding_window=128)
-ODD = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=80, dtype=torch.float16, block_size=24)
+ODD = replace(LLAMA, num_heads=16, num_kv_heads=1, head_dim=80, dtype=torch.float16, block_size=24, sinks=True)
 EXACT = replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=256, dtype=torch.float32)
 CASES = {"llama": LLAMA, "small": SMALL, "large": LARGE, "odd": ODD, "exact": EXACT}
 

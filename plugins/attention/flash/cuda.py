@@ -21,6 +21,7 @@ from lab.api import AttentionSpec, UserError, dataclass
 
 from .._quantized import fixed_scales
 from . import kernels
+from ._sinks import sinks_of
 from .cascade import AUTO, NEVER, Prefix, PrefixSearch, least_shared
 from .configs import Config, Gpu, decode_config, power_of_two, prefill_config
 
@@ -104,6 +105,7 @@ class CudaKernels:
             "SCALE": float(spec.scale),
             "SOFTCAP": float(spec.softcap or 0.0),
             "WINDOW": spec.sliding_window or 0,
+            "SINKS": spec.has_sinks,
             "BLOCK_D": self._dim,
         }
 
@@ -160,7 +162,7 @@ class CudaKernels:
         if plan.tiles_X2 is not None:
             config = self._prefill
             kernels.prefill_kernel[(self._spec.num_kv_heads, len(plan.tiles_X2))](
-                *(q_TNH, kv, self._scales(kv), out_TNH, _lse_or(out_TNH, lse_TN), plan.tiles_X2),
+                *(q_TNH, kv, self._scales(kv), self._sinks(kv), out_TNH, _lse_or(out_TNH, lse_TN), plan.tiles_X2),
                 *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan), *_trees(plan)),
                 *(plan.num_rows, plan.num_tokens, len(plan.tiles_X2), *_strides(q_TNH, out_TNH, lse_TN, plan)),
                 **self._layer,
@@ -185,7 +187,7 @@ class CudaKernels:
         block_m = max(LEAST_M, power_of_two(plan.small_q * self._group))
         config = self._decode_config(block_m)
         kernels.decode_kernel[(self._spec.num_kv_heads, plan.num_splits, plan.num_rows)](
-            *(q_TNH, kv, self._scales(kv), out_TNH, partial, partial_lse, _lse_or(out_TNH, lse_TN)),
+            *(q_TNH, kv, self._scales(kv), self._sinks(kv), out_TNH, partial, partial_lse, _lse_or(out_TNH, lse_TN)),
             *(plan.q_start_R1, plan.ctx_len_R, plan.blocks_RM, _key_first(plan), *_trees(plan)),
             *(plan.num_rows, padded_to, plan.small_q, plan.num_splits, *_strides(q_TNH, out_TNH, lse_TN, plan)),
             **self._layer,
@@ -250,6 +252,10 @@ class CudaKernels:
         if self._spec.kv_scales == "token_head":
             return kv.view(torch.bfloat16)
         return fixed_scales(kv, self._spec.num_kv_heads) if self._spec.kv_scales == "head" else kv
+
+    def _sinks(self, kv: torch.Tensor) -> torch.Tensor:
+        """The layer's sinks; a tensor that is not touched where it has none."""
+        return sinks_of(kv, self._spec) if self._spec.has_sinks else kv
 
     def _new_plan(self, batch: Any) -> Plan:
         num_rows, device, group = len(batch.ctx_len_R), batch.ctx_len_R.device, self._group

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #define FLASH_WIDTH 16
+#include "fours.h"
 #include "tile.h"
 
 namespace {
@@ -117,10 +118,16 @@ bool tiles_granted() {
 namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
-  const bool few = item.q_count * c.group <= kDotLanes;
+  const int lanes = item.q_count * c.group;
+  const bool few = lanes > Fours::kLanes && lanes <= kDotLanes;
   if (few || !c.has_bf16_products()) return avx512_bf16_kernels()->attend(c, item, next, scratch);
-  Amx::configure();
-  attend_tiles<Amx>(c, item, next, scratch);
+  if (lanes <= Fours::kLanes) {
+    Fours::configure();
+    Fours(c, item, next, scratch).run();
+  } else {
+    Amx::configure();
+    attend_tiles<Amx>(c, item, next, scratch);
+  }
   _tile_release();
 }
 

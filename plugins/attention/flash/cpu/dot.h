@@ -185,21 +185,10 @@ struct Dot {
   INLINE void finish() {
     const int dim = c.padded_dim;
     for (int m = 0; m < M; m++) {
-      if constexpr (N::kPerWord == 2) restore_order(o + m * dim);
+      if constexpr (N::kPerWord == 2) restore_order(o + m * dim, dim);
       emit(c, item, m, maximum[m], sum_of(sum[m]), o + m * dim);
     }
     arrive(c, item, o);
-  }
-
-  // Unpacking works within 128 bits: a holds the first four of every eight dims, b the others.
-  INLINE void restore_order(float* row) {
-#if FLASH_WIDTH == 16
-    for (int d = 0; d < c.padded_dim; d += 2 * W) {
-      const vf a = load(row + d), b = load(row + d + W);
-      store(row + d, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-      store(row + d + W, __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-    }
-#endif
   }
 };
 

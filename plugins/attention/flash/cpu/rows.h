@@ -2,88 +2,16 @@
 
 #pragma once
 
-#include "simd.h"
+#include "products.h"
 
 namespace {
 
 using flash::Call;
 using flash::Item;
-using flash::Type;
 using flash::kAhead;
 using flash::kDotLanes;
 using flash::kGroup;
 using flash::kTile;
-
-// How products are made. A word is what one lane holds: a float, or a pair of bf16 whose products are summed into a float.
-struct Float {
-  typedef float Element;
-  static constexpr Type kType = Type::f32;
-  static constexpr int kPerWord = 1;
-  static constexpr bool kTiles = false;
-  typedef vf Words;
-  static INLINE Words broadcast(const void* p) { return fill(*(const float*)p); }
-  static INLINE vf madd(vf acc, Words a, Words b) { return acc + a * b; }
-  static INLINE vf reference(vf highest) { return highest; }
-
-  // 2 to the power of scores times a factor, less a reference; see Tiles::Weighing.
-  struct Weights {
-    vf by, highest;
-    INLINE void refer(float factor, vf reference) { by = fill(factor), highest = reference; }
-    // Of two keys' scores, rows of L.
-    template <int L>
-    INLINE void make(const float* scores, float* to, vf& sum) const {
-      const vf x = exp2v<false>(load(scores) * by - highest), y = exp2v<false>(load(scores + L) * by - highest);
-      store(to, x);
-      store(to + L, y);
-      sum += x + y;
-    }
-  };
-};
-
-#if FLASH_WIDTH == 16 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-struct Bf16 {
-  typedef uint16_t Element;
-  static constexpr Type kType = Type::bf16;
-  static constexpr int kPerWord = 2;
-  static constexpr bool kTiles = false;
-  typedef __m512i Words;
-  static INLINE Words broadcast(const void* p) { return _mm512_set1_epi32(load_as<int32_t>(p)); }
-  static INLINE vf madd(vf acc, Words a, Words b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-
-  // 2 to the power of `x * by - highest`, of two scores of each lane, rounded to bf16 and side by side. The exponent is made as
-  // a whole number of 128ths, which adding kWhole leaves in the lowest bits of a float: above them it is the exponent of a bf16
-  // then, and below nearly its fraction, which is 2^f - 1 and not f. The table has the difference for each of the 128 fractions.
-  struct Weights {
-    static constexpr float kWhole = 0x1.8p23f;
-    vf by, offset;
-    __m512i below, below_64;
-    INLINE void refer(float factor, vf reference) {
-      by = fill(factor * 128);
-      offset = (kWhole + 127 * 128) - reference * 128;
-      below = _mm512_load_si512(kBelow), below_64 = _mm512_load_si512(kBelow + 64);
-    }
-    INLINE vf bits(const float* x) const {
-      return _mm512_max_ps(_mm512_min_ps(load(x) * by + offset, fill(kWhole + 0x7f80)), fill(kWhole));
-    }
-    template <int L>
-    INLINE void make(const float* scores, float* to, vf& sum) const {
-      const __m512i both = pair(bits(scores), bits(scores + L));
-      const __m512i made = _mm512_sub_epi16(both, _mm512_maskz_permutex2var_epi8(0x5555'5555'5555'5555, below, both, below_64));
-      store(to, (vf)made);
-      sum = madd(sum, made, ones());
-    }
-  };
-  alignas(64) static constexpr uint8_t kBelow[128] = {0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9, 9, 9, 9, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 10, 10, 10, 10, 9, 9, 9, 9, 9, 9, 9, 8, 8, 8, 8, 8, 7, 7, 7, 7, 7, 6, 6, 6, 6, 5, 5, 5, 4, 4, 4, 3, 3, 3, 3, 2, 2, 1, 1, 1, 0};
-
-  // Lane by lane the lower halves of x and y.
-  static INLINE Words pair(vf x, vf y) {
-    const __m512i lower = _mm512_set4_epi32(0x0d0c'0000, 0x0908'0000, 0x0504'0000, 0x0100'0000);
-    return _mm512_mask_shuffle_epi8((__m512i)x, 0xcccc'cccc'cccc'cccc, (__m512i)y, lower);
-  }
-  static INLINE vf reference(vf highest) { return _mm512_roundscale_ps(highest, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC); }
-  static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }
-};
-#endif
 
 INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 || type == Type::fp8 ? 1 : 2; }
 
@@ -196,28 +124,36 @@ struct Keys {
   }
 
   INLINE void fetch(int start, KeyTile<N>& tile) const {
+    begin(start, tile);
+    for (int g = 0; g < tile.groups; g++) fetch_group(tile, g);
+  }
+
+  INLINE void begin(int start, KeyTile<N>& tile) const {
     const int stop = start + kTile < item.key_last ? start + kTile : item.key_last;
-    const int64_t values = int64_t(c.block_size) * c.padded_dim;
     tile.start = start;
     tile.groups = (stop - start + kGroup - 1) / kGroup;
-    for (int g = 0; g < tile.groups; g++) {
-      const int p = start + g * kGroup;
-      const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
-      if (c.kv_type == N::kType && p % c.block_size + kGroup <= c.block_size) {
-        tile.k[g] = (const Element*)key_row(item, p);
-        tile.v[g] = tile.k[g] + values;
-        if (!whole) tile.v[g] = gather_some(tile, g, p);
-      } else if (c.is_quantized()) {
-        c.kv_type == Type::i8 ? widen<Type::i8>(tile, g, p) : widen<Type::fp8>(tile, g, p);
-      } else {
-        gather(tile, g, p);
-      }
-    }
     if (tile.groups % 2) {  // scores are made of two groups
       const int g = tile.groups;
-      tile.k[g] = tile.k[g - 1];
+      tile.k[g] = tile.gathered + g * kGroup * c.padded_dim;
       tile.v[g] = values_of(tile, g);
+      std::memset(tile.gathered + g * kGroup * c.padded_dim, 0, kGroup * c.padded_dim * sizeof(Element));
       std::memset(values_of(tile, g), 0, kGroup * c.padded_dim * sizeof(Element));
+    }
+  }
+
+  INLINE void fetch_group(KeyTile<N>& tile, int g) const {
+    const int p = tile.start + g * kGroup;
+    const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
+    const bool in_one_block = p % c.block_size + kGroup <= c.block_size;
+    if (c.kv_type == N::kType && in_one_block) {
+      tile.k[g] = (const Element*)key_row(item, p);
+      tile.v[g] = tile.k[g] + int64_t(c.block_size) * c.padded_dim;
+      if (!whole) tile.v[g] = gather_some(tile, g, p);
+    } else if (c.is_quantized()) {
+      const bool as_one = !kScaled && whole && in_one_block;
+      c.kv_type == Type::i8 ? widen<Type::i8>(tile, g, p, as_one) : widen<Type::fp8>(tile, g, p, as_one);
+    } else {
+      gather(tile, g, p);
     }
   }
 
@@ -254,14 +190,22 @@ struct Keys {
     tile.v[g] = values;
   }
 
-  // A group of a quantized cache: rows as elements, and their scales. A stranger's are zero.
+  // A group of a quantized cache: rows as elements, and their scales. A stranger's are zero. `as_one`: it lies in one block.
   template <Type kFrom>
-  void widen(KeyTile<N>& tile, int g, int first_position) const {
+  void widen(KeyTile<N>& tile, int g, int first_position, bool as_one) const {
     const int dim = c.padded_dim, values = c.block_size * dim;
     Element* k = tile.gathered + g * kGroup * dim;
     Element* v = values_of(tile, g);
     tile.k[g] = k;
     tile.v[g] = v;
+    if (as_one) {
+      const char* head = head_of(item, first_position);
+      const int offset = first_position % c.block_size;
+      read_scales_of_group<kFrom>(tile, g * kGroup, head, offset);
+      const int8_t* rows = (const int8_t*)head + offset * dim;
+      N::template widen<kFrom>(rows, k, kGroup * dim);
+      return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+    }
     const char* head = nullptr;
     int offset = 0;
     for (int i = 0; i < kGroup; i++, offset++, k += dim, v += dim) {
@@ -280,6 +224,17 @@ struct Keys {
       const int8_t* row = (const int8_t*)head + offset * dim;
       widen_row<kFrom>(row, k, tile.k_scale[at]);
       widen_row<kFrom>(row + values, v, tile.v_scale[at]);
+    }
+  }
+
+  template <Type kFrom>
+  INLINE void read_scales_of_group(KeyTile<N>& tile, int at, const char* head, int offset) const {
+    const uint16_t* scales = (const uint16_t*)(head + 2 * c.block_size * c.padded_dim) + offset;
+    for (int i = 0; i < kGroup; i += W) {
+      const vf k = c.fixed_scales ? fill(c.fixed_scales[item.kv_head]) : load_bf16(scales + i);
+      const vf v = c.fixed_scales ? fill(c.fixed_scales[c.num_kv_heads + item.kv_head]) : load_bf16(scales + c.block_size + i);
+      store(tile.k_scale + at + i, k * unit_of(kFrom));
+      store(tile.v_scale + at + i, v * unit_of(kFrom));
     }
   }
 
@@ -321,6 +276,11 @@ struct Keys {
     }
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
     const char* row = key_row(*of, p);
+    if (c.is_quantized()) {  // scales, where they are behind a block's values
+      const char* scales = row - p % c.block_size * (bytes - 2) + 2 * values;
+      __builtin_prefetch(scales, 0, kIntoL2);
+      __builtin_prefetch(scales + 2 * c.block_size, 0, kIntoL2);
+    }
     for (int64_t i = 0; i < kGroup * bytes; i += 64) {
       __builtin_prefetch(row + i, 0, kIntoL2);
       __builtin_prefetch(row + values + i, 0, kIntoL2);
@@ -342,6 +302,17 @@ __attribute__((noinline)) void finish_lane(const Call& c, int64_t token, int64_t
   void* to = (char*)c.out + (token * c.out_stride_t + head * c.out_stride_n) * size_of(c.type);
   write_row(to, values, factor / sum, c.type, c.dim);
   if (c.lse) c.lse[token * c.lse_stride_t + head] = (maximum + std::log2(sum)) * (1 / kLog2e);
+}
+
+// Unpacking pairs of bf16 works within 128 bits: of 32 outputs the first half are the first four of every eight dims.
+INLINE void restore_order(float* row, int dim) {
+#if FLASH_WIDTH == 16
+  for (int d = 0; d < dim; d += 2 * W) {
+    const vf a = load(row + d), b = load(row + d + W);
+    store(row + d, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+    store(row + d + W, __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+  }
+#endif
 }
 
 INLINE float* part_of(const Call& c, const Item& item, int lane) {
@@ -372,7 +343,8 @@ INLINE bool is_last(int32_t* counter, int count) {
 }
 
 // All parts of some lanes of a KV head, in the order of the keys. `first`: the first lane's part of split 0.
-__attribute__((noinline)) void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits, float* total) {
+__attribute__((noinline)) void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits,
+                                     float* total) {
   const int64_t stride = c.padded_dim + 2;
   for (int lane = 0; lane < lanes; lane++) {
     const float* parts = c.partials + (first + lane) * stride;

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, attend_keys, fill_padding, move_to_head
+from .walk import LN_2, attend_keys, fill_padding, load_sinks, move_to_head
 
 
 @triton.jit
@@ -21,6 +21,7 @@ def decode_kernel(
     q_ptr,
     kv_ptr,
     scales_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     partial_lse_ptr,
@@ -49,6 +50,7 @@ def decode_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     SHARED: tl.constexpr,
@@ -60,7 +62,7 @@ def decode_kernel(
     """Attention of the rows with 1 to small_q tokens, each split of a row's keys by a program. Grid: (KV heads, splits, rows).
 
     With SPLIT the results go to partial (rows, small_q, heads, splits, HEAD_DIM) and partial_lse (log2), for `reduce_kernel`.
-    Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE, SHARED and TREES: see
+    Without, they are final, and the padding tokens below num_tokens get zeros. WITH_LSE, SINKS, SHARED and TREES: see
     `prefill_kernel`.
     """
     head = tl.program_id(0)
@@ -82,6 +84,7 @@ def decode_kernel(
         heads = head * GROUP + lanes % GROUP
         q_ptrs = q_ptr + places * q_stride_t + heads * q_stride_h
         q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
+        sinks = load_sinks(sinks_ptr, heads, lanes + split == lanes, SINKS)  # of the first split alone
         before = num_ctx - num_q
         lowest = tl.load(key_first_ptr + row) if SHARED else 0
         first, last = _share(lowest, before, num_ctx, split, num_splits, WINDOW, BLOCK_N)
@@ -93,7 +96,8 @@ def decode_kernel(
         kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
         blocks_ptr += row * blocks_stride
         acc, total, maximum = attend_keys(
-            *(q, kv_ptr, scales_ptr, blocks_ptr, before + tokens, first, last, before, num_ctx, tree_first, paths, TREES),
+            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, before + tokens, first, last, before, num_ctx, tree_first),
+            *(paths, TREES),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
         )
         result = acc / tl.where(total > 0, total, 1.0)[:, None]

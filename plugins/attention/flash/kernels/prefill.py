@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, attend_keys, fill_padding, move_to_head
+from .walk import LN_2, attend_keys, fill_padding, load_sinks, move_to_head
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles"])
@@ -11,6 +11,7 @@ def prefill_kernel(
     q_ptr,
     kv_ptr,
     scales_ptr,
+    sinks_ptr,
     out_ptr,
     lse_ptr,
     tiles_ptr,
@@ -37,6 +38,7 @@ def prefill_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     INVARIANT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     SHARED: tl.constexpr,
@@ -48,9 +50,10 @@ def prefill_kernel(
     """Causal attention of rows with many tokens. Grid: (KV heads, tiles).
 
     INVARIANT: a token gets the same bits whichever tile it is in: one loop, the masked one, walks over all of its keys.
-    WITH_LSE: the logsumexp of each query's scores goes to lse. SHARED: each row's keys begin at key_first; those before it are
-    for `shared_kernel`. TREES: rows may have trees of drafts, whose first slot is in tree_start (ctx_len where there is none);
-    the ancestors of each token say which of their nodes it sees.
+    WITH_LSE: the logsumexp of each query's scores goes to lse. SINKS: each has one score more, that of its head in sinks.
+    SHARED: each row's keys begin at key_first; those before it are for `shared_kernel`. TREES: rows may have trees of drafts,
+    whose first slot is in tree_start (ctx_len where there is none); the ancestors of each token say which of their nodes it
+    sees.
     tiles_ptr holds (row, first token) of each tile of BLOCK_M // GROUP tokens; row -1 is no tile. Padding tokens get zeros.
     """
     head = tl.program_id(0)
@@ -70,7 +73,9 @@ def prefill_kernel(
         is_real = (lanes < BLOCK_M // GROUP * GROUP) & (tokens < num_q)
         mask = is_real[:, None] & (dims < HEAD_DIM)[None, :]
         places = (q_first + tokens).to(tl.int64)
-        q_ptrs = q_ptr + places * q_stride_t + (head * GROUP + lanes % GROUP) * q_stride_h
+        heads = head * GROUP + lanes % GROUP
+        q_ptrs = q_ptr + places * q_stride_t + heads * q_stride_h
+        sinks = load_sinks(sinks_ptr, heads, heads >= 0, SINKS)
         q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
         before = num_ctx - num_q + first_token  # keys that the tile's first token sees, without itself
         positions = num_ctx - num_q + tokens
@@ -86,11 +91,10 @@ def prefill_kernel(
         if WINDOW > 0:
             first = tl.maximum(tl.minimum(before, tree_first) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         acc, total, maximum = attend_keys(
-            *(q, kv_ptr, scales_ptr, blocks_ptr, positions, first, last, before, num_ctx, tree_first, paths, TREES),
+            *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, first, last, before, num_ctx, tree_first, paths, TREES),
             *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, INVARIANT),
         )
         to = out_ptr + places * out_stride_t + lanes % GROUP * HEAD_DIM
         tl.store(to[:, None] + dims[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         if WITH_LSE:
-            to = lse_ptr + places * lse_stride_t + head * GROUP + lanes % GROUP
-            tl.store(to, (maximum + tl.log2(total)) * LN_2, mask=is_real)
+            tl.store(lse_ptr + places * lse_stride_t + heads, (maximum + tl.log2(total)) * LN_2, mask=is_real)

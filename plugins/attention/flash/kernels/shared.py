@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .walk import LN_2, attend_keys, move_to_head
+from .walk import LN_2, attend_keys, load_sinks, move_to_head
 
 
 @triton.jit
@@ -28,6 +28,7 @@ def shared_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,12 +56,14 @@ def shared_kernel(
     heads = head * GROUP + lanes % GROUP
     q_ptrs = q_ptr + places * q_stride_t + heads * q_stride_h
     q = tl.load(q_ptrs[:, None] + dims[None, :], mask=mask, other=0.0)
+    sinks = load_sinks(part_ptr, heads, heads >= 0, False)  # the rows' own parts count them
     positions = tl.zeros([BLOCK_M], tl.int32) + (key_last - 1)  # all see all
     kv_ptr, scales_ptr = move_to_head(kv_ptr, scales_ptr, head, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES)
     blocks_ptr += row * blocks_stride
     acc, total, maximum = attend_keys(
-        *(q, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, key_last, key_last - 1, key_last, key_last, positions),
-        *(False, NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
+        *(q, sinks, kv_ptr, scales_ptr, blocks_ptr, positions, key_first, key_last, key_last - 1, key_last, key_last),
+        *(positions, False),
+        *(NUM_KV, HEAD_DIM, BLOCK_SIZE, HEAD_SIZE, KV_SCALES, SCALE, SOFTCAP, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, False),
     )
     part = (slot + at) * (NUM_KV * GROUP) + heads
     tl.store(part_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=mask)

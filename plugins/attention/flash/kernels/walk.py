@@ -130,8 +130,18 @@ def _walk(
 
 
 @triton.jit
+def load_sinks(sinks_ptr, heads, counted, SINKS: tl.constexpr):
+    """Of each query row its head's sink, in log2, where it is `counted` here; minus infinity elsewhere, and without SINKS."""
+    sinks = tl.where(heads < 0, 0.0, float("-inf"))
+    if SINKS:
+        sinks = tl.where(counted, tl.load(sinks_ptr + heads) * LOG2_E, float("-inf"))
+    return sinks
+
+
+@triton.jit
 def attend_keys(
     q,
+    sinks,
     kv_ptr,
     scales_ptr,
     blocks_ptr,
@@ -160,11 +170,12 @@ def attend_keys(
 
     Every query sees the keys before `before + 1`: whole tiles of them need no mask, unless there is a window, or MASK_ALL. With
     TREES the keys from tree_first on are the nodes of the row's tree of drafts, and bit i of a query's path (M,), int64, says
-    whether it sees node i.
+    whether it sees node i. `sinks` (M,) are scores that no key stands behind, as `load_sinks` gives them: each counts as a
+    weight without a value.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.where(sinks > float("-inf"), 1.0, 0.0)
+    maximum = sinks
     masked_from = first
     begins = positions - WINDOW + 1
     if TREES:
