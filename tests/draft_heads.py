@@ -1,11 +1,12 @@
 """Draft heads for the rigs, in the published formats: hand-made ones with known drafts, and random ones."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 KINDS = ("eagle1", "eagle3")
 
@@ -39,6 +40,36 @@ def random(folder: Path, target: Path, kind: str, draft_vocab: int | None = None
         weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
         weights["lm_head.weight"] = 3 * torch.randn(draft_vocab, config["hidden_size"], generator=generator) / 8
     return write(folder, config | ({} if draft_vocab is None else {"draft_vocab_size": draft_vocab}), weights)
+
+
+def mtp(folder: Path, target: Path, kind: str, hidden_size: int | None = None, seed: int = 1) -> Path:
+    """The checkpoint `target` with a multi-token-prediction module of random weights, named as `mimo` or `deepseek` has it.
+
+    A mimo checkpoint calls itself MiMo, and is otherwise the Qwen2 that it was.
+    """
+    config = json.loads((target / "config.json").read_text())
+    size = hidden_size or config["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    layer = _weights("eagle1", {**config, "hidden_size": size}, generator)
+    at = "model.mtp_layers.0" if kind == "mimo" else f"model.layers.{config['num_hidden_layers']}"
+    module = {f"{at}{name.removeprefix('layers.0')}": x for name, x in layer.items() if name.startswith("layers.0")}
+    names = (
+        ("token_layernorm", "hidden_layernorm", "final_layernorm") if kind == "mimo" else ("enorm", "hnorm", "shared_head.norm")
+    )
+    for name in (*names, "input_layernorm"):
+        module[f"{at}.{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    module[f"{at}.{'input_proj' if kind == 'mimo' else 'eh_proj'}.weight"] = layer["fc.weight"]
+    if "model.layers.0.self_attn.q_proj.bias" in (weights := load_file(target / "model.safetensors")):
+        for part in "qkv":
+            rows = len(module[f"{at}.self_attn.{part}_proj.weight"])
+            module[f"{at}.self_attn.{part}_proj.bias"] = 0.3 * torch.randn(rows, generator=generator)
+    shutil.copytree(target, folder)
+    config |= {"num_nextn_predict_layers": 1}
+    if kind == "mimo":
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights | module, folder / "model.safetensors")
+    return folder
 
 
 def medusa(folder: Path, hidden_size: int, num_heads: int) -> Path:

@@ -1,6 +1,6 @@
 """Which proposer is worth it for which prompts: tokens per step and speed against no speculation, by category.
 
-    python -m experiments.spec_methods [--spec-bench FILE] [--methods none ngram suffix ...] [--per-category 4]
+    python -m experiments.spec_methods [--spec-bench FILE] [--methods none ngram suffix ...] [--temperature 0 1]
 
 One request at a time; on every prompt all methods take turns, so that a change of the machine's speed meets all of them. A
 method is a proposer's name, with overrides after a colon: "ngram:spec.num_drafts=8;draft_length=fixed".
@@ -28,22 +28,25 @@ def main() -> None:
     )
     parser.add_argument("--per-category", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], help="with several each category has a row for each"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, by its CPU time: for a busy machine")
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
     given = parser.parse_args()
-    params = SamplingParams(temperature=given.temperature, max_tokens=given.max_tokens, seed=0)
-    sets = read_sets(given.spec_bench, given.per_category)
+    sets = by_temperature(read_sets(given.spec_bench, given.per_category), given.temperature)
     with engines(given.methods, given.override, given.model, cpu_time=given.cpu_time) as found:
         base = next(iter(found))
-        tallies = {category: {name: Tally() for name in found} for category in sets}
+        tallies = {row: {name: Tally() for name in found} for row in sets}
         ratios = defaultdict(list)
-        warm = SamplingParams(temperature=given.temperature, max_tokens=8, seed=0)
         for llm in found.values():
-            llm.generate(next(iter(sets.values()))[0], warm)
-        for category, prompts in sets.items():
+            for temperature in given.temperature:
+                warm = SamplingParams(temperature=temperature, max_tokens=8, seed=0)
+                llm.generate(next(iter(sets.values()))[1][0], warm)
+        for category, (temperature, prompts) in sets.items():
+            params = SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=0)
             for number, prompt in enumerate(prompts):
                 speeds = {}
                 names = list(found)
@@ -57,10 +60,17 @@ def main() -> None:
                     if speeds[base] and speed:
                         ratios[category, name].append(speed / speeds[base])
             print(f"{category}: done", flush=True)
-    report(tallies, ratios, base, given.out)
+    report(tallies, ratios, base, {row: temperature for row, (temperature, _) in sets.items()}, given.out)
 
 
-def report(tallies: dict, ratios: dict, base: str, out: Path) -> None:
+def by_temperature(sets: dict[str, list], temperatures: list[float]) -> dict[str, tuple[float, list]]:
+    """The rows of the table: (temperature, prompts) by category, and by temperature where there are several."""
+    if len(temperatures) == 1:
+        return {category: (temperatures[0], prompts) for category, prompts in sets.items()}
+    return {f"{category}, T={t:g}": (t, prompts) for category, prompts in sets.items() for t in temperatures}
+
+
+def report(tallies: dict, ratios: dict, base: str, temperature_of: dict[str, float], out: Path) -> None:
     names = list(next(iter(tallies.values())))
     others = [name for name in names if name != base]
     rows, results = [], []
@@ -76,6 +86,7 @@ def report(tallies: dict, ratios: dict, base: str, out: Path) -> None:
                 {
                     "category": category,
                     "method": name,
+                    "temperature": temperature_of[category],
                     "ratio": middle,
                     "ratios": found,
                     "tokens_per_step": per_step,

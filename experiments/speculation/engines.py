@@ -64,6 +64,7 @@ class Tally:
                 "tokens_per_step": timeline.token_counts,
                 "drafts_per_step": timeline.draft_counts,
                 "accepted_per_step": timeline.accepted_counts,
+                "draft_depth_per_step": timeline.draft_depths,
             }
         )
 

@@ -59,6 +59,12 @@ class Target(Protocol):
         Raises UserError when it is none, or is made for another target, with the sizes that differ.
         """
 
+    def load_mtp(self, folder: Path | None) -> "nn.Module":
+        """The multi-token-prediction module in `folder`, None: in the target's own checkpoint; see lab.model.mtp_head.
+
+        Raises UserError when there is none, or it is made for another target.
+        """
+
     def load_model(self, path: str) -> "nn.Module":
         """Another model by model.path's rules, in the target's dtype on its device, with its own attention layers.
 

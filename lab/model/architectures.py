@@ -45,6 +45,7 @@ _QWEN3 = Architecture(
     qk_norm=True,
     window_from_layer=True,
 )
+_MIMO = replace(_QWEN2, name="mimo")  # Qwen2, with a multi-token-prediction module beside it
 _PHI3 = Architecture(
     "phi3",
     defaults={
@@ -99,6 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
+    "MiMoForCausalLM": _MIMO,
     "Phi3ForCausalLM": _PHI3,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,

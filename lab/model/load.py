@@ -24,6 +24,7 @@ from lab.model.dummy_checkpoint import DummyCheckpoint
 from lab.model.gguf_checkpoint import GgufCheckpoint
 from lab.model.layers.fused import fused_for
 from lab.model.layers.linear import Linear
+from lab.model.mtp_head import is_of_mtp
 from lab.model.safetensors_checkpoint import SafetensorsCheckpoint, find_files
 
 log = logging.getLogger("lab")
@@ -160,6 +161,8 @@ def _check_quantization(folder: Path, config: ModelConfig, quant: Quant) -> None
 def _check_extra(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for name in sorted(set(checkpoint.names()) - checkpoint.used):
         if HARMLESS.search(name) or (config.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        if is_of_mtp(name, config):  # read where drafts are made by it
             continue
         raise UserError(
             f"{checkpoint.file_of(name)}: tensor '{name}' belongs to no part of a {config.architecture} model with "

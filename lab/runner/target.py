@@ -12,6 +12,7 @@ from lab.model.config import ModelConfig, read_config
 from lab.model.decoder import Decoder
 from lab.model.draft_head import EagleHead, load_head
 from lab.model.medusa_head import load_medusa
+from lab.model.mtp_head import load_mtp
 from lab.model.source import resolve_model
 
 
@@ -45,6 +46,9 @@ class BoundTarget:
         head = load_head(folder, kind, self.model, self.config, self.model.build)
         self.heads.append(head)
         return head
+
+    def load_mtp(self, folder: Path | None) -> nn.Module:
+        return load_mtp(folder or resolve_model(self.name), self.model, self.config, self.model.build)
 
     def load_model(self, path: str) -> nn.Module:
         folder = resolve_model(path)

@@ -25,7 +25,7 @@ RANK_SHARES = (
     0.01,
     0.008,
 )
-DEFAULT_NODES = 16
+DEFAULT_NODES = 8
 
 Path = tuple[int, ...]
 

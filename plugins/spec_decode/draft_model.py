@@ -10,6 +10,7 @@ import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, register
 
+from ._bits import keeping_bits
 from ._chain import Choice
 
 
@@ -31,6 +32,10 @@ class DraftModel(Proposer):
         if options.num_drafts < 1:
             raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
         self.num_drafts = options.num_drafts
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

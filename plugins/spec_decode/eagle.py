@@ -15,6 +15,7 @@ import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
+from ._bits import keeping_bits
 from ._chain import Choice
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
 from ._siblings import Siblings
@@ -36,10 +37,10 @@ class Eagle(Proposer):
     class Options:
         head: str | None = None  # folder of the head; null: the one that comes with lab, for smollm2
         format: Literal["eagle3", "eagle1"] = "eagle3"  # of the folder; eagle1: EAGLE-1 and EAGLE-2
-        num_drafts: int | None = None  # tokens proposed for a row and step; null: 4 in a chain, 16 in a tree
+        num_drafts: int | None = None  # tokens proposed for a row and step; null: 4 in a chain, 8 in a tree
         draw: bool = True  # for requests that sample: draw drafts from the head's distribution; false: its most likely tokens
         tree: Literal["none", "dynamic", "static"] = "none"  # none: a chain; dynamic: EAGLE-2's tree, by the head's confidence
-        depth: int = 5  # of a tree: tokens of its longest path
+        depth: int = 3  # of a tree: tokens of its longest path; the head is run once for each
         top_k: int = 8  # dynamic: paths gone on with at each depth, and tokens tried after each
         choices: list[list[int]] | None = None  # static: its paths, as ranks: [0, 2] is the third likeliest after the likeliest
 
@@ -54,6 +55,10 @@ class Eagle(Proposer):
             self.num_drafts, self.tree_depth = num_nodes(options, self._tree), self._tree.depth
             self.num_scratch = max(self._tree.num_entries, 1)
         self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -8,6 +8,7 @@ import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, register
 
+from ._bits import keeping_bits
 from ._chain import Choice
 from ._siblings import Siblings
 from ._tree import StaticTree, check_ranks, static_tree
@@ -23,7 +24,7 @@ class Medusa(Proposer):
     @dataclass(frozen=True)
     class Options:
         head: str | None = None  # folder of the heads; must be given
-        num_drafts: int | None = None  # tokens proposed for a row and step; null: 3 in a chain, 16 in a tree
+        num_drafts: int | None = None  # tokens proposed for a row and step; null: 3 in a chain, 8 in a tree
         draw: bool = (
             True  # for requests that sample: draw drafts from the heads' distributions; false: their most likely tokens
         )
@@ -41,6 +42,10 @@ class Medusa(Proposer):
         else:
             self.num_drafts, self.tree_depth = len(self._tree.nodes), self._tree.depth
         self._place_of: dict[int, int] = {}  # of each row of the last step: where its last hidden state is
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -47,7 +47,7 @@ class _Row:
 class Replay(Proposer):
     """Proposes a known output: that of a file, or of requests that allow one token alone; right as often as is asked for."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(features={"batch_invariant"})
 
     @dataclass(frozen=True)
     class Options:

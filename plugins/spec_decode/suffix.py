@@ -33,7 +33,7 @@ class _Text:
 class Suffix(Proposer):
     """Looks the end of the text up in this request and in past outputs, and proposes what followed most often."""
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(features={"batch_invariant"})
 
     @dataclass(frozen=True)
     class Options:

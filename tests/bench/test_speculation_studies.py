@@ -1,8 +1,12 @@
 """What the studies of speculation share: prompts that are the same everywhere, methods as the command line has them, plots."""
 
 import json
+import sys
 from xml.etree import ElementTree
 
+from experiments.acceptance_by_position import __main__ as acceptance_by_position
+from experiments.spec_methods import __main__ as spec_methods
+from experiments.spec_methods.__main__ import by_temperature
 from experiments.speculation.copies import prompts
 from experiments.speculation.engines import Tally, parse
 from experiments.speculation.plot import lines
@@ -10,6 +14,7 @@ from experiments.speculation.sets import read_sets
 from lab.bench.workloads.prompts import read_prompts
 from lab.engine.request_output import CompletionOutput, RequestOutput
 from lab.metrics.timeline import Timeline
+from tests import rigs
 
 
 def test_copies_are_seeded_and_a_workload_file(tmp_path):
@@ -35,6 +40,32 @@ def test_sets_are_by_category(tmp_path):
     }
     assert found["writing"][1] == {"messages": [{"role": "user", "content": "Turn 1"}]}
     assert "writing" not in read_sets(None, 2)
+
+
+def test_a_category_has_a_row_for_each_of_several_temperatures():
+    sets = {"a": [1], "b": [2, 3]}
+    assert by_temperature(sets, [1.0]) == {"a": (1.0, [1]), "b": (1.0, [2, 3])}
+    both = by_temperature(sets, [0.0, 1.0])
+    assert list(both.items()) == [
+        ("a, T=0", (0.0, [1])),
+        ("a, T=1", (1.0, [1])),
+        ("b, T=0", (0.0, [2, 3])),
+        ("b, T=1", (1.0, [2, 3])),
+    ]
+
+
+def test_both_studies_measure_both_temperatures_by_one_command(tmp_path, monkeypatch):
+    model = rigs.count(tmp_path / "count")
+    rigs.alpha_tokenizer(model)
+    sets = {"copies of a kind": [{"prompt": "ABCABCAB"}], "free text": [{"prompt": "XYZ"}]}
+    few = ["--model", str(model), "--max-tokens", "6", "--temperature", "0", "1", "--out", str(tmp_path)]
+    few += ["--override", "compile.mode=none", "num_threads=1", "cache.num_blocks=64", "spec.min_n=1", "draft_length=fixed"]
+    for study, methods in ((spec_methods, ["ngram:draft_length=acceptance", "ngram"]), (acceptance_by_position, ["ngram"])):
+        monkeypatch.setattr(study, "read_sets", lambda *_: sets)
+        monkeypatch.setattr(sys, "argv", ["study", *few, "--methods", *methods])
+        study.main()
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert {line["temperature"] for line in results} == {0.0, 1.0}
 
 
 def test_a_method_is_a_name_with_overrides():

@@ -24,7 +24,8 @@ def needed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts")
     small = rigs.mix(folder / "small", vocab_size=49152, max_position_embeddings=8192)
     heads = draft_heads.medusa(folder / "heads", hidden_size=576, num_heads=3)
-    return {"draft_model": {"model": str(small)}, "medusa": {"head": str(heads)}}
+    module = draft_heads.mtp(folder / "mtp", rigs.smollm2(), "deepseek")
+    return {"draft_model": {"model": str(small)}, "medusa": {"head": str(heads)}, "mtp": {"head": str(module)}}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)

@@ -1,5 +1,6 @@
 """debug.batch_invariant: a request's tokens and log-probabilities have the same bits whatever is computed beside it."""
 
+import json
 import struct
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from lab import SamplingParams
 from lab.errors import UserError
-from tests import plugin_files, rigs
+from tests import draft_heads, plugin_files, rigs
 from tests.engine.models import open_llm
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 352, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
@@ -51,11 +52,11 @@ class Bench:
             mine = outputs[: len(asked)] if first else outputs[-len(asked) :]
             return [bits(output) for output in mine], mine, llm.metrics()
 
-    def alone(self, *overrides):
+    def alone(self, *overrides, **arguments):
         """Each of ASKED in an engine of its own."""
         found = []
         for params in ASKED:
-            with open_llm(self.model, *self.overrides, *overrides) as llm:
+            with open_llm(self.model, *self.overrides, *overrides, **arguments) as llm:
                 found.append(bits(llm.generate({"prompt_token_ids": PROMPT}, params)[0]))
         return found
 
@@ -87,6 +88,43 @@ def test_the_same_bits_after_preemptions_with_a_cached_prefix_with_drafts_and_on
     found, _, metrics = ask("spec.min_n=1", spec="ngram", others=OTHERS)
     assert metrics["draft_tokens"] > 0 and found == wanted
     assert ask("num_threads=2", others=OTHERS)[0] == wanted
+
+
+@pytest.fixture(scope="module")
+def drafters(model, tmp_path_factory):
+    """Overrides of each proposer that says that it keeps a request's bits, but replay."""
+    folder = tmp_path_factory.mktemp("drafters")
+    other = rigs.mix(folder / "other", seed=3, num_hidden_layers=1)
+    head = draft_heads.random(folder / "head", model, "eagle3")
+    heads = draft_heads.medusa(folder / "heads", hidden_size=SHAPE["hidden_size"], num_heads=3)
+    return {
+        "suffix": ["spec.min_match=1", "spec.min_share=0"],
+        "draft_model": [f"spec.model={other}", "spec.draw=false"],
+        "eagle": [f"spec.head={head}", "spec.draw=false"],
+        "medusa": [f"spec.head={heads}", "spec.draw=false"],
+        "mtp": [f"spec.head={draft_heads.mtp(folder / 'mtp', model, 'deepseek')}", "spec.num_drafts=2", "spec.draw=false"],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["suffix", "replay", "draft_model", "eagle", "medusa", "mtp"])
+def test_the_same_bits_with_drafts_of_every_proposer_that_claims_it(model, drafters, tmp_path, name, dtype):
+    wanted = Bench(model, dtype).alone()
+    if name == "replay":
+        known = tmp_path / "known.jsonl"
+        known.write_text(json.dumps({"prompt_token_ids": PROMPT, "output_token_ids": wanted[0][0]}) + "\n")
+        drafters = {"replay": [f"spec.path={known}", "spec.acceptance=[0.8]"]}
+    ask = Bench(model, dtype, *drafters[name])
+    for overrides in ([], ["scheduler.max_num_batched_tokens=40", "debug.preempt_every=3", "scheduler.async_scheduling=false"]):
+        found, _, metrics = ask(*overrides, spec=name, others=OTHERS)
+        assert metrics["draft_tokens"] > 0 and found == wanted
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "medusa", "mtp"])
+def test_drafts_that_are_drawn_are_refused(model, drafters, name):
+    options = [option for option in drafters[name] if option != "spec.draw=false"]
+    with pytest.raises(UserError, match=f"spec plugin '{name}' cannot serve this run: it has no batch_invariant"):
+        open_llm(model, "debug.batch_invariant=true", *options, spec=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests import rigs
+from tests import draft_heads, rigs
 from tests.golden.oracle import greedy
 from tests.golden.prompts import token_prompts
 from tests.golden.test_tiny_models import NUM_TOKENS, generate
@@ -58,6 +58,27 @@ def test_greedy_outputs(model, name, setting):
         assert not any(sum(timeline.draft_counts) for timeline in timelines)
     else:
         assert sum(sum(timeline.accepted_counts) for timeline in timelines) > 0
+    assert (engine.scheduler.num_preemptions > 0) == setting.startswith("preempted")
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory):
+    """(folder with a module of random weights, right outputs by prompt)."""
+    folder = tmp_path_factory.mktemp("mimo")
+    plain = rigs.mix(folder / "plain", "qwen2", seed=5)
+    right = {tuple(prompt): greedy(plain, prompt, NUM_TOKENS) for prompt in PROMPTS}
+    return draft_heads.mtp(folder / "with", plain, "mimo"), right
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_outputs_of_a_model_with_a_module_of_its_own(mimo, setting):
+    folder, right = mimo
+    overrides, arguments = SETTINGS[setting]
+    arguments = {"prompts": PROMPTS} | arguments
+    found, engine, outs = generate(folder, *overrides, "spec.num_drafts=2", attention="sdpa", spec="mtp", **arguments)
+    assert found == [right[tuple(prompt)] for prompt in arguments["prompts"]]
+    drafts = sum(sum(out.outputs[0].timeline.draft_counts) for out in outs)
+    assert (drafts == 0) == (setting == "budget 1")  # which leaves no room for one
     assert (engine.scheduler.num_preemptions > 0) == setting.startswith("preempted")
 
 

@@ -129,8 +129,8 @@ def verify_many(target, tree, draw_drafts, params=None):
     return found
 
 
-TARGET = [[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.1, 0.4], [0.7, 0.1, 0.1, 0.1], [0.05, 0.15, 0.5, 0.3]]
-PROPOSAL = np.array([0.4, 0.3, 0.2, 0.1], np.float32)
+TARGET = [[0.25, 0.4, 0.2, 0.15], [0.25, 0.25, 0.1, 0.4], [0.7, 0.1, 0.1, 0.1], [0.05, 0.15, 0.5, 0.3]]
+PROPOSAL = np.array([0.5, 0.3, 0.1, 0.1], np.float32)
 
 
 def independent(tree):

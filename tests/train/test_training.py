@@ -184,3 +184,38 @@ def test_heads_of_every_kind_have_the_published_names(target):
     assert "layers.0.input_layernorm.weight" not in Eagle1(config, 32).state_dict()
     assert set(Eagle3(config, 32).state_dict()) >= {"fc.weight", "midlayer.hidden_norm.weight", "norm.weight"}
     assert set(Medusa(config, 2).state_dict()) == {f"blocks.{k}.layers.0.{w}" for k in (0, 1) for w in ("weight", "bias")}
+
+
+def test_kept_states_are_those_computed_and_leave_no_file(target, tmp_path, monkeypatch):
+    """The second epoch reads what the first one wrote, whatever texts stand beside one another in a batch."""
+    trained = training(target, tmp_path / "head", replace(OPTIONS, keep_states=True))
+    before = {path.name for path in (tmp_path / "head").iterdir()}
+    computed = trained._target._computed
+    calls = []
+
+    def counted(ids_RL):
+        calls.append(len(ids_RL))
+        return computed(ids_RL)
+
+    monkeypatch.setattr(trained._target, "_computed", counted)
+    texts = trained._texts
+    for batch in (batch_of(texts[:3]), batch_of(texts[3:5])):
+        trained._target.states(batch.ids_RL, batch.numbers)
+    assert calls == [3, 2]
+    mixed = batch_of([texts[4], replace(texts[0], ids=texts[0].ids)])
+    kept = trained._target.states(mixed.ids_RL, mixed.numbers)
+    assert calls == [3, 2], "both texts are known"
+    anew = computed(mixed.ids_RL)
+    torch.testing.assert_close(torch.cat([kept.hidden_TD, kept.aux_TX], 1), anew, rtol=1e-4, atol=1e-5)
+    assert {path.name for path in (tmp_path / "head").iterdir()} == before == set()
+
+
+def test_compiled_it_learns_the_same(target, tmp_path):
+    losses = []
+    for compiles in (False, True):
+        folder = tmp_path / str(compiles)
+        folder.mkdir()
+        made = Training(load(target[0]), read_config(target[0]), target[1], OPTIONS, folder, 0, compiles=compiles)
+        batches = endless(made._texts, OPTIONS.batch_tokens, 0)
+        losses.append([made._learn(next(batches)) for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] > losses[0][2]

@@ -1,0 +1,92 @@
+"""Multi-token prediction: the module that a model was trained and published with drafts for it.
+
+As with EAGLE the module's entry j, made of hidden state j and token j + 1, lies in slot j of its layer's cache. After each step
+it runs once over the tokens of the step, prompts included, with the true hidden states; then it drafts by itself, one token
+after another. What it stored on its own account is made anew once the tokens are verified.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, register
+
+from ._bits import keeping_bits
+from ._chain import Choice
+
+
+@register("spec", "mtp")
+class Mtp(Proposer):
+    """Drafts by the model's own multi-token-prediction module (MiMo, DeepSeek-V3)."""
+
+    capabilities = Capabilities(devices={"cpu", "cuda"})
+    observes = True
+    lookahead = 1
+
+    @dataclass(frozen=True)
+    class Options:
+        head: str | None = None  # folder with the module's weights; null: the model's own checkpoint
+        num_drafts: int = 1  # tokens proposed for a row and step; from the second on the module goes on from its own result
+        draw: bool = True  # for requests that sample: draw drafts from the module's distribution; false: its likeliest tokens
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        if options.num_drafts < 1:
+            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        self.num_drafts = options.num_drafts
+        self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+
+    @classmethod
+    def capabilities_with(cls, options: Options) -> Capabilities:
+        return keeping_bits(cls.capabilities, options)
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if self.num_drafts >= target.max_model_len:
+            raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
+        folder = None if self.options.head is None else Path(self.options.head).expanduser()
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"spec.head={self.options.head}: there is no such folder.")
+        self._module = target.load_mtp(folder)
+        self.attention_layers = self._module.attention_layers
+
+    def observe(self, step: StepView) -> None:
+        q_start_R1 = step.batch.q_start_R1_cpu
+        last_R = q_start_R1[:-1] + step.num_kept_R - 1
+        out_TD = self._run(step.batch, step.hidden_TD, torch.from_numpy(_next_ids(step)))
+        self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
+        self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
+
+    def propose(self, view: ProposeView) -> Draft:
+        num = min(self.num_drafts, int(view.limits_R.max(initial=0)))
+        choice = Choice(view, num, self.target.config.vocab_size, self.target.device, self.options.draw, None)
+        if num == 0:
+            return choice.draft()
+        hidden_RD = self._last_RD[[self._place_of[row] for row in view.rows_R.tolist()]]
+        ids_R = self._next(choice, hidden_RD)
+        for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
+            hidden_RD = self._run(batch, hidden_RD, ids_R)
+            ids_R = self._next(choice, hidden_RD)
+        return choice.draft()
+
+    def _run(self, batch: object, states_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        with self.cache.running(batch):
+            return self._module(states_TD, self.target.embed(ids_T.to(self.target.device)), batch.positions_T)
+
+    def _next(self, choice: Choice, hidden_RD: torch.Tensor) -> torch.Tensor:
+        if choice.needs_logits:
+            return choice.take(self._module.logits(hidden_RD))
+        return choice.take_greedy(self._module.greedy(hidden_RD))
+
+
+def _next_ids(step: StepView) -> np.ndarray:
+    """The token after each position of the step: int32, as long as the batch, whose padding gets zeros."""
+    q_start_R1 = step.batch.q_start_R1_cpu
+    count_R = np.diff(q_start_R1)
+    num_tokens = int(q_start_R1[-1])
+    position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
+    next_ids_T = np.zeros(step.batch.num_tokens, np.int32)
+    next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
+    return next_ids_T
