@@ -1,6 +1,7 @@
 """Greedy outputs of models with sliding windows are transformers' own: windows of 12 tokens, prompts of up to 160.
 
-Gemma-2 and Gemma-3 have full and sliding layers, in three and five KV groups; Mistral's layers all have the window.
+Gemma-2 and Gemma-3 have full and sliding layers, in three and five KV groups; Mistral's layers all have the window; Qwen2's and
+Qwen3's have it from one layer on, when config.json says so.
 """
 
 import json
@@ -18,15 +19,18 @@ NUM_TOKENS = 24
 WINDOW = 12
 PROMPTS = token_prompts()[3::4]  # of 5 to 160 tokens, each with a part that is repeated
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-NUM_GROUPS = {"gemma2": 3, "gemma3_text": 5, "mistral": 1}
+NUM_GROUPS = {"gemma2": 3, "gemma3_text": 5, "mistral": 1, "qwen2": 3, "qwen3": 3}
 BACKENDS = {"gemma2": "eager flash flex", "gemma3_text": "eager sdpa hybrid flash", "mistral": "sdpa flash"}
+BACKENDS |= {"qwen2": "sdpa flash", "qwen3": "eager flash"}
+FROM_LAYER = {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module", params=NUM_GROUPS)
 def model(request, tmp_path_factory):
     """(folder, right outputs) of one architecture."""
     torch.set_num_threads(1)
-    folder = rigs.mix(tmp_path_factory.mktemp(request.param), request.param, sliding_window=WINDOW)
+    changes = FROM_LAYER if request.param.startswith("qwen") else {}
+    folder = rigs.mix(tmp_path_factory.mktemp(request.param), request.param, sliding_window=WINDOW, **changes, seed=3)
     return folder, [greedy(folder, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
@@ -89,7 +93,7 @@ def test_prefixes_that_outgrew_the_window_are_hit(model):
 def test_preemption(model, is_async, spec):
     folder, right = model
     settings = "cache.block_size=4", "scheduler.max_num_batched_tokens=48", f"scheduler.async_scheduling={is_async}"
-    few = {"gemma2": 32, "gemma3_text": 26, "mistral": 24}[architecture(folder)]
+    few = {"gemma2": 32, "gemma3_text": 26, "mistral": 24, "qwen2": 28, "qwen3": 28}[architecture(folder)]
     found, engine, outs, _ = generate(folder, *settings, "debug.preempt_every=11", blocks=few, spec=spec)
     assert found == right
     assert engine.scheduler.num_preemptions > 3
