@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from plugins.quant import _cpu_linear  # noqa: E402
 
+REST_S = 0.02  # between two kernels: OpenMP's threads wait for more work at full speed, on a core that the next one needs
 SHAPES = {  # (outputs, inputs, layers)
     "qkv": (960, 576, 30),
     "o": (576, 576, 30),
@@ -50,6 +51,7 @@ def measure(calls: dict[str, list[Callable[[], torch.Tensor]]], seconds: float) 
     while time.monotonic() < end:
         for name, of in calls.items():
             before = torch.ops.lab_linear.set_amx_from_rows(amx_from.get(name, _default_amx_from))
+            time.sleep(REST_S)
             for i, call in enumerate(of):
                 start = time.perf_counter()
                 call()
