@@ -1,9 +1,9 @@
-"""What proposers with a model of their own share: choosing each next draft, greedily or by drawing it."""
+"""What proposers with a model of their own share: the tokens it is shown, and choosing each next draft, greedily or by lot."""
 
 import numpy as np
 import torch
 
-from lab.api import Draft, ProposeView
+from lab.api import Draft, ProposeView, StepView
 
 from ._siblings import drawn_ids
 
@@ -67,3 +67,14 @@ class Choice:
         ids_RS = torch.stack(self._ids, 1).tolist()
         token_ids = [ids[: min(limit, self.num)] for ids, limit in zip(ids_RS, limits, strict=True)]
         return Draft(token_ids, self._probs_RSV)
+
+
+def next_ids(step: StepView) -> np.ndarray:
+    """The token after each position of the step: int32, as long as the batch, whose padding gets zeros."""
+    q_start_R1 = step.batch.q_start_R1_cpu
+    count_R = np.diff(q_start_R1)
+    num_tokens = int(q_start_R1[-1])
+    position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
+    next_ids_T = np.zeros(step.batch.num_tokens, np.int32)
+    next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
+    return next_ids_T

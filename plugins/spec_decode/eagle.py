@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
 from ._bits import keeping_bits
-from ._chain import Choice
+from ._chain import Choice, next_ids
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
 from ._siblings import Siblings
 from ._tree import StaticTree, check_ranks
@@ -73,18 +72,9 @@ class Eagle(Proposer):
         self.aux_layers = self._head.aux_layers
 
     def observe(self, step: StepView) -> None:
-        batch = step.batch
-        q_start_R1 = batch.q_start_R1_cpu
-        count_R = np.diff(q_start_R1)
-        num_tokens = int(q_start_R1[-1])
-        position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
-        next_ids_T = np.zeros(batch.num_tokens, np.int32)
-        next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
-        last_R = q_start_R1[:-1] + step.num_kept_R - 1
+        last_R = step.batch.q_start_R1_cpu[:-1] + step.num_kept_R - 1
         states_TD = self._head.states(step.hidden_TD, step.aux_ATD)
-        ids_T = torch.from_numpy(next_ids_T).to(self.target.device)
-        with self.cache.running(batch):
-            out_TD = self._head.run(states_TD, ids_T, batch.positions_T)
+        out_TD = self._run(step.batch, states_TD, torch.from_numpy(next_ids(step)).to(self.target.device))
         self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
         self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
 

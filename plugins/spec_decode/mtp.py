@@ -8,13 +8,12 @@ after another. What it stored on its own account is made anew once the tokens ar
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, register
 
 from ._bits import keeping_bits
-from ._chain import Choice
+from ._chain import Choice, next_ids
 
 
 @register("spec", "mtp")
@@ -55,7 +54,7 @@ class Mtp(Proposer):
     def observe(self, step: StepView) -> None:
         q_start_R1 = step.batch.q_start_R1_cpu
         last_R = q_start_R1[:-1] + step.num_kept_R - 1
-        out_TD = self._run(step.batch, step.hidden_TD, torch.from_numpy(_next_ids(step)))
+        out_TD = self._run(step.batch, step.hidden_TD, torch.from_numpy(next_ids(step)))
         self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
         self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
 
@@ -79,14 +78,3 @@ class Mtp(Proposer):
         if choice.needs_logits:
             return choice.take(self._module.logits(hidden_RD))
         return choice.take_greedy(self._module.greedy(hidden_RD))
-
-
-def _next_ids(step: StepView) -> np.ndarray:
-    """The token after each position of the step: int32, as long as the batch, whose padding gets zeros."""
-    q_start_R1 = step.batch.q_start_R1_cpu
-    count_R = np.diff(q_start_R1)
-    num_tokens = int(q_start_R1[-1])
-    position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
-    next_ids_T = np.zeros(step.batch.num_tokens, np.int32)
-    next_ids_T[:num_tokens] = step.tokens_RC[np.repeat(step.rows_R, count_R), position_T + 1]
-    return next_ids_T

@@ -16,17 +16,10 @@ from lab.train.chain import Chain
 from lab.train.heads import Eagle1, Eagle3, rotations
 from lab.train.target import FrozenTarget
 from tests import draft_heads, rigs
+from tests.spec.whole_text import BASE, SETTINGS, generate, texts_and_drafts
 
 registry.discover()
 Eagle = registry.get("spec", "eagle").load()
-BASE = [
-    "draft_length=fixed",
-    "compile.mode=none",
-    "model.dtype=float32",
-    "model.max_model_len=128",
-    "num_threads=1",
-    "debug.check_integrity=true",
-]
 NUM_DRAFTS = 3
 
 
@@ -38,12 +31,6 @@ def one_thread():
 def open_llm(folder, head, kind, *overrides):
     options = [f"spec.head={head}", f"spec.format={kind}", f"spec.num_drafts={NUM_DRAFTS}", "draft_length=fixed"]
     return LLM(str(folder), spec="eagle", attention="eager", overrides=[*BASE, "cache.num_blocks=200", *options, *overrides])
-
-
-def generate(llm, prompts, **params):
-    params = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True} | params
-    outs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], SamplingParams(**params))
-    return [o.outputs[0].token_ids for o in outs], [o.outputs[0].timeline.accepted_counts for o in outs]
 
 
 @pytest.mark.parametrize("budget", [512, 4])
@@ -123,47 +110,16 @@ class Oracle:
         return found
 
 
-SETTINGS = {
-    "plain": [],
-    "chunks-of-7": ["scheduler.max_num_batched_tokens=7"],
-    "synchronous": ["scheduler.async_scheduling=false", "scheduler.max_num_batched_tokens=16"],
-    "preempted": ["cache.num_blocks=24", "cache.block_size=4", "scheduler.max_num_batched_tokens=48"],
-    "block-size-1": ["cache.block_size=1"],
-}
-
-
 @pytest.mark.parametrize("kind", draft_heads.KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drafts_are_those_of_the_whole_text(tmp_path, monkeypatch, kind, name):
     """In every batch, chunk, prefix hit and after every preemption: the head's cache holds what the text says it must."""
     target = rigs.mix(tmp_path / "mix")
     head = draft_heads.random(tmp_path / "head", target, kind, draft_vocab=None if kind == "eagle1" else 100)
-    seen = []
-    plain = Eagle.propose
-
-    def propose(self, view):
-        draft = plain(self, view)
-        for row, length, ids in zip(view.rows_R, view.lengths_R, draft.token_ids, strict=True):
-            seen.append((view.tokens_RC[row, :length].tolist(), ids))
-        return draft
-
-    monkeypatch.setattr(Eagle, "propose", propose)
-    rng = np.random.default_rng(3)
-    shared = rng.integers(0, 256, 36).tolist()
-    prompts = [shared + rng.integers(0, 256, n).tolist() for n in (1, 5, 9)] + [[4], rng.integers(0, 256, 21).tolist()]
     with open_llm(target, head, kind, *SETTINGS[name]) as llm:
-        for _ in range(2):  # the second time over what the first has cached
-            generate(llm, prompts, max_tokens=7)
-        if name == "preempted":
-            assert llm.engine.scheduler.num_preemptions > 0
-        else:
-            assert llm.engine.blocks.stats.hits > 0
+        made = texts_and_drafts(monkeypatch, Eagle, llm, preempts=name == "preempted")
         oracle = Oracle(target, head, kind, llm)
-        right = sum(ids == oracle.drafts(text, len(ids)) for text, ids in seen if ids)
-    made = sum(bool(ids) for _, ids in seen)
-    assert made >= 2 * len(prompts)
-    assert right == made, f"{made - right} of {made}"
-    assert len({tuple(ids) for _, ids in seen}) > 5
+        assert not [(text, ids) for text, ids in made if ids != oracle.drafts(text, len(ids))]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])

@@ -2,27 +2,19 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from lab import LLM, SamplingParams, registry
+from lab import LLM, registry
 from lab.errors import UserError
 from tests import draft_heads, rigs
 from tests.golden.oracle import hf_model
+from tests.spec.whole_text import BASE, SETTINGS, generate, texts_and_drafts
 
 registry.discover()
 Mtp = registry.get("spec", "mtp").load()
-BASE = [
-    "draft_length=fixed",
-    "compile.mode=none",
-    "model.dtype=float32",
-    "model.max_model_len=128",
-    "num_threads=1",
-    "debug.check_integrity=true",
-]
 KINDS = {"mimo": "qwen2", "deepseek": "llama"}
 NUM_DRAFTS = 3
 
@@ -43,12 +35,6 @@ def both(request, tmp_path_factory):
 def open_llm(folder, *overrides, spec="mtp"):
     options = [f"spec.num_drafts={NUM_DRAFTS}"] if spec else []
     return LLM(str(folder), spec=spec, attention="eager", overrides=[*BASE, "cache.num_blocks=200", *options, *overrides])
-
-
-def generate(llm, prompts, **params):
-    params = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | params
-    outs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], SamplingParams(**params))
-    return [o.outputs[0].token_ids for o in outs], [o.outputs[0].timeline.accepted_counts for o in outs]
 
 
 class Reference:
@@ -107,44 +93,15 @@ class Reference:
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.w[f"{name}.weight"]
 
 
-SETTINGS = {
-    "plain": [],
-    "chunks-of-7": ["scheduler.max_num_batched_tokens=7"],
-    "synchronous": ["scheduler.async_scheduling=false", "scheduler.max_num_batched_tokens=16"],
-    "preempted": ["cache.num_blocks=24", "cache.block_size=4", "scheduler.max_num_batched_tokens=48"],
-    "block-size-1": ["cache.block_size=1"],
-}
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_drafts_are_those_of_the_formulas_over_the_whole_text(both, monkeypatch, name):
     """In every batch, chunk, prefix hit and after every preemption: the module's cache holds what the text says it must."""
     kind, plain, folder = both
-    seen = []
-    propose = Mtp.propose
-
-    def watched(self, view):
-        draft = propose(self, view)
-        for row, length, ids in zip(view.rows_R, view.lengths_R, draft.token_ids, strict=True):
-            seen.append((view.tokens_RC[row, :length].tolist(), ids))
-        return draft
-
-    monkeypatch.setattr(Mtp, "propose", watched)
-    rng = np.random.default_rng(3)
-    shared = rng.integers(0, 256, 36).tolist()
-    prompts = [shared + rng.integers(0, 256, n).tolist() for n in (1, 5, 9)] + [[4], rng.integers(0, 256, 21).tolist()]
     with open_llm(folder, *SETTINGS[name]) as llm:
-        for _ in range(2):  # the second time over what the first has cached
-            generate(llm, prompts, max_tokens=7)
-        if name == "preempted":
-            assert llm.engine.scheduler.num_preemptions > 0
-        else:
-            assert llm.engine.blocks.stats.hits > 0
+        made = texts_and_drafts(monkeypatch, Mtp, llm, preempts=name == "preempted")
     reference = Reference(kind, plain, folder)
-    wrong = [(text, ids) for text, ids in seen if ids and ids != reference.drafts(text, len(ids))]
-    assert not wrong
-    assert sum(bool(ids) for _, ids in seen) >= 2 * len(prompts)
-    assert len({tuple(ids) for _, ids in seen}) > 5 and max(len(ids) for _, ids in seen) == NUM_DRAFTS
+    assert not [(text, ids) for text, ids in made if ids != reference.drafts(text, len(ids))]
+    assert max(len(ids) for _, ids in made) == NUM_DRAFTS
 
 
 def test_the_model_is_what_it_was_without_its_module(both):
@@ -173,7 +130,7 @@ def test_a_module_that_passes_the_embedding_on_is_always_right_over_count(tmp_pa
     weights[f"{at}eh_proj.weight"] = torch.cat([torch.eye(64), torch.zeros(64, 64)], 1)
     save_file(weights, folder / "model.safetensors")
     with open_llm(folder) as llm:
-        (tokens,), (accepted,) = generate(llm, [[5, 6, 7]])
+        (tokens,), (accepted,) = generate(llm, [[5, 6, 7]], max_tokens=20)
     assert tokens == list(range(8, 28))
     assert accepted.count(NUM_DRAFTS) >= 4 and sum(accepted) == 20 - len(accepted)
 
