@@ -14,10 +14,10 @@ from lab.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code. A fault of ours passes through as its exception, one of a plugin is named."""
-    from lab.cli.arguments import parse
-    from lab.cli.verbs import VERBS, overview
-
     try:
+        from lab.cli.arguments import parse
+        from lab.cli.verbs import VERBS, overview
+
         arguments = parse(list(sys.argv[1:] if argv is None else argv))
         if arguments.verb is None:
             print(overview())

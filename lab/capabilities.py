@@ -33,6 +33,7 @@ class Capabilities:
     head_dims: frozenset[int] = frozenset()
     block_multiple: int = 1  # block sizes must be a multiple of it
     features: frozenset[str] = frozenset()  # of FEATURES
+    lacks: tuple[tuple[str, str], ...] = ()  # (feature, what would have to be otherwise), where that is not the plugin itself
     graph: Literal["never", "decode", "uniform", "any"] = "never"  # which batches can be captured
     packages: tuple[str, ...] = ()  # importable names that must be installed; "cuda:triton" on that device alone
     kv_layout: str = ""  # attention: plugins that name one layout can share a cache; empty: it is this one's own
@@ -96,7 +97,8 @@ def unmet(capabilities: Capabilities, needs: Needs) -> list[str]:
     if needs.block_size is not None and needs.block_size % capabilities.block_multiple:
         reasons.append(f"block size {needs.block_size} (it takes multiples of {capabilities.block_multiple})")
     for feature in sorted(needs.features - capabilities.features):
-        reasons.append(f"it has no {feature}")
+        why = dict(capabilities.lacks).get(feature)
+        reasons.append(f"it has no {feature}" + (f" ({why})" if why else ""))
     return reasons
 
 

@@ -1,5 +1,7 @@
 """LLM: generate for a list of prompts and return when all are done."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +26,13 @@ class LLM(Opened):
         with LLM("smollm2", attention="sdpa", overrides=["cache.block_size=32"]) as llm:
             outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=16))
 
-    Not for use by two threads at once: see AsyncLLM.
+    One thread at a time may generate (AsyncLLM is for more), in the process that made it: its threads do not survive a fork.
     """
 
     def _start(self, stack: Stack) -> None:
         self._stack: Stack | None = stack
+        self._at_work = threading.Lock()
+        self._process = os.getpid()
 
     @property
     def engine(self) -> Engine:
@@ -50,7 +54,7 @@ class LLM(Opened):
             progress: show a progress bar.
 
         Raises:
-            UserError: when any prompt or parameter is wrong. None of the prompts has run then.
+            UserError: when any prompt or parameter is wrong, or another thread generates. None of the prompts has run then.
             KeyboardInterrupt: on Ctrl-C, between two steps; what ran is aborted, and the LLM may be used again.
         """
         stack = self._open_stack
@@ -64,7 +68,7 @@ class LLM(Opened):
             with _naming_prompt(i, len(prompts)):
                 submissions.append(stack.frontend.prepare(prompt, params))
         generations: list[Generation] = []
-        with gentle_interrupt() as interrupt:
+        with self._working(), gentle_interrupt() as interrupt:
             try:
                 for i, submission in enumerate(submissions):
                     with _naming_prompt(i, len(prompts)):
@@ -97,9 +101,27 @@ class LLM(Opened):
         return self._open_stack.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        if self._stack is not None:
+        """Give everything back. Raises UserError while another thread generates."""
+        if self._stack is None:
+            return
+        if os.getpid() != self._process:  # the threads that closing would wait for are not here
+            self._stack = None
+            return
+        with self._working():
             stack, self._stack = self._stack, None
             stack.engine.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """While the engine is this thread's. Raises UserError where it is another's."""
+        if os.getpid() != self._process:
+            raise UserError("this LLM was made by another process, and its threads stayed there: make one in each process.")
+        if not self._at_work.acquire(blocking=False):
+            raise UserError("this LLM is generating in another thread: AsyncLLM serves several at once.")
+        try:
+            yield
+        finally:
+            self._at_work.release()
 
     @property
     def _open_stack(self) -> Stack:

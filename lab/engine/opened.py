@@ -22,6 +22,7 @@ class Opened(ABC):
         spec: str | None = None,
         quant: str | None = None,
         moe: str | None = None,
+        draft_length: str | None = None,
         overrides: Sequence[str] = (),
         settings: Settings | None = None,
         **unknown: Any,
@@ -30,7 +31,7 @@ class Opened(ABC):
 
         Args:
             model: a name from conf/model, a local folder, a .gguf file or a hub id; by default what the settings name.
-            attention, spec, quant, moe: plugins by name.
+            attention, spec, quant, moe, draft_length: plugins by name.
             overrides: further settings in Hydra's syntax.
             settings: ready settings, in place of all the above.
 
@@ -39,7 +40,7 @@ class Opened(ABC):
         """
         if unknown:
             raise _no_argument(type(self).__name__, next(iter(unknown)))
-        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe}
+        plugins = {"attention": attention, "spec": spec, "quant": quant, "moe": moe, "draft_length": draft_length}
         self._start(build_stack(settings_for(model, plugins, overrides, settings)))
 
     @classmethod

@@ -184,7 +184,7 @@ def measure_device(
         say(f"Measuring the {kind} device again (some seconds): {known.disturbance} when it was measured, {known.measured}.")
     facts = _measure_apart(kind, threads)
     if not facts.quiet:
-        advice = "what was measured may be far too low, and a later run measures again"
+        advice = "it may be far too low; the next run on an idle machine measures again, `lab roofline --measure` at once"
         say(f"While the {kind} device was measured {facts.disturbance}: {advice}.")
     if known is not None:
         facts = _higher(facts, known)

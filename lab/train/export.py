@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from lab.model.config import ModelConfig
@@ -34,7 +34,7 @@ def write_head(
     tensors = {f"{prefix}{name}": tensor.detach().to(dtype).cpu().contiguous() for name, tensor in head.state_dict().items()}
     if len(ids_V) < config.vocab_size:
         tensors |= _maps(head, ids_V.cpu(), config.vocab_size)
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    (folder / "model.safetensors.part").write_bytes(save(tensors, metadata={"format": "pt"}))
     text = json.dumps(_config(head, config, len(ids_V), aux_layers, dtype), indent=2)
     (folder / "config.json.part").write_text(text + "\n", encoding="utf-8")
     for name in ("model.safetensors", "config.json"):

@@ -74,7 +74,7 @@ def _train(settings: Settings, options: TrainOptions, folder: Path) -> dict[str,
     memory.keep_freed()
     compiles = settle_mode(settings.compile.mode, device) != "none"
     training = Training(model, config, texts, options, folder, settings.seed, compiles=compiles)
-    log.info("training on %d texts; the head can propose %.1f%% of their tokens", len(texts), 100 * training.coverage)
+    log.info("training: %s; the head can propose %.1f%% of their tokens", training.division, 100 * training.coverage)
     return training.run()
 
 

@@ -83,6 +83,11 @@ class Training:
         self._resume()
 
     @property
+    def division(self) -> str:
+        """How many texts are for what, in words."""
+        return f"{len(self._texts)} texts to learn from, {len(self._validation)} to judge by"
+
+    @property
     def coverage(self) -> float:
         """The part of the answers' tokens that the head can propose."""
         known = self._vocabulary.place_of >= 0
@@ -184,7 +189,7 @@ class Training:
         fixed = {name: value for name, value in asdict(self.options).items() if name not in MAY_CHANGE}
         now = json.loads(json.dumps({**fixed, **self._identity}))
         before = {**json.loads(state["options"]), **json.loads(state["identity"])}
-        if other := sorted(name for name, value in now.items() if before.get(name) != value):
+        if other := sorted((name for name, value in now.items() if before.get(name) != value), key=lambda name: name != "kind"):
             name = other[0]
             raise UserError(
                 f"{path} is of another training: {name} was {before.get(name)}, and is {now[name]}. "

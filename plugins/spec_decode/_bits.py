@@ -12,7 +12,9 @@ def keeping_bits(capabilities: Capabilities, options: Any) -> Capabilities:
     Drafts that are drawn leave the distribution of a request that samples, and not its tokens: these depend on which of them
     were drafts, and so on the steps that the requests beside it allow.
     """
-    is_chain = getattr(options, "tree", "none") == "none"  # not all of them have trees
-    if options.draw or not is_chain:
-        return capabilities
+    wanted = ["with spec.draw=false"] if options.draw else []
+    if getattr(options, "tree", "none") != "none":  # not all of them have trees
+        wanted.append("with spec.tree=none")
+    if wanted:
+        return replace(capabilities, lacks=(("batch_invariant", "it has " + " and ".join(wanted)),))
     return replace(capabilities, features=capabilities.features | {"batch_invariant"})

@@ -18,6 +18,7 @@ from ._tree import (
     MOST_NODES,
     StaticTree,
     checked_number,
+    depth_of,
     no_shape_asked,
     parents_in,
     static_tree,
@@ -26,6 +27,8 @@ from ._tree import (
 Run = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, states_TD, ids_T) -> states one token further on
 Logits = Callable[[torch.Tensor], torch.Tensor]  # hidden_LD -> float32 over what the head can propose
 Ids = Callable[[torch.Tensor], torch.Tensor]  # the head's ids -> the target's
+
+DEFAULT_TOP_K = 8
 
 
 class Levels:
@@ -133,12 +136,11 @@ def tree_of(options: Any) -> DynamicTree | StaticTree | None:
         return static_tree(options)
     if options.choices is not None:
         raise no_shape_asked(options)
-    tree = DynamicTree(
-        checked_number("depth", options.depth, 1, MOST_NODES), checked_number("top_k", options.top_k, 1, MOST_NODES)
-    )
+    top_k = checked_number("top_k", DEFAULT_TOP_K if options.top_k is None else options.top_k, 1, MOST_NODES)
+    tree = DynamicTree(depth_of(options), top_k)
     if tree.num_entries > MOST_NODES:
         raise UserError(
-            f"spec.depth={options.depth} and spec.top_k={options.top_k}: the head would be run on {tree.num_entries} nodes, "
+            f"spec.depth={tree.depth} and spec.top_k={tree.top_k}: the head would be run on {tree.num_entries} nodes, "
             f"(depth - 1) * top_k, and at most {MOST_NODES} can be attended to as one tree."
         )
     return tree

@@ -25,7 +25,9 @@ RANK_SHARES = (
     0.01,
     0.008,
 )
-DEFAULT_NODES = 8
+DEFAULT_NODES, DEFAULT_DEPTH = 8, 3
+
+TREES_WITH = {"depth": "Set spec.tree, or leave it out.", "top_k": "Set spec.tree=dynamic, or leave it out."}
 
 Path = tuple[int, ...]
 
@@ -99,17 +101,21 @@ def pruned_product(num_nodes: int, depth: int, width: int = len(RANK_SHARES)) ->
 
 def static_tree(options: Any) -> StaticTree | None:
     """The tree of fixed shape that a proposer's options ask for, None for a chain. Raises UserError for what is none."""
+    refuse_unused(options, "top_k")
     if options.tree == "none":
         if options.choices is not None:
             raise no_shape_asked(options)
+        refuse_unused(options, "depth")
         return None
     num = options.num_drafts
     if options.choices is None:
         num = checked_number("num_drafts", DEFAULT_NODES if num is None else num, 1, MOST_NODES)
-        return StaticTree(pruned_product(num, checked_number("depth", options.depth, 1, MOST_NODES)))
+        return StaticTree(pruned_product(num, depth_of(options)))
     tree = StaticTree(checked_choices(options.choices))
     if num not in (None, len(tree.nodes)):
         raise UserError(f"spec.num_drafts={num}, and spec.choices has {len(tree.nodes)} nodes: leave out the first.")
+    if options.depth not in (None, tree.depth):
+        raise UserError(f"spec.depth={options.depth}, and spec.choices is {tree.depth} deep: leave out the first.")
     return tree
 
 
@@ -125,6 +131,17 @@ def check_ranks(tree: StaticTree, num_tokens: int) -> None:
 def no_shape_asked(options: Any) -> UserError:
     """The error for choices where no tree of fixed shape is asked for."""
     return UserError(f"spec.choices is the shape of a static tree, and spec.tree is {options.tree}. Set spec.tree=static.")
+
+
+def refuse_unused(options: Any, name: str) -> None:
+    """Raises UserError when an option is given that this shape of drafts does not have."""
+    if (value := getattr(options, name, None)) is not None:
+        raise UserError(f"spec.{name}={value} is of a tree, and spec.tree is {options.tree}. {TREES_WITH[name]}")
+
+
+def depth_of(options: Any) -> int:
+    """Of the tree that is asked for. Raises UserError when there can be none so deep."""
+    return checked_number("depth", DEFAULT_DEPTH if options.depth is None else options.depth, 1, MOST_NODES)
 
 
 def checked_choices(choices: Sequence[Sequence[int]]) -> list[Path]:

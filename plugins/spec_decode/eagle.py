@@ -39,8 +39,8 @@ class Eagle(Proposer):
         num_drafts: int | None = None  # tokens proposed for a row and step; null: 4 in a chain, 8 in a tree
         draw: bool = True  # for requests that sample: draw drafts from the head's distribution; false: its most likely tokens
         tree: Literal["none", "dynamic", "static"] = "none"  # none: a chain; dynamic: EAGLE-2's tree, by the head's confidence
-        depth: int = 3  # of a tree: tokens of its longest path; the head is run once for each
-        top_k: int = 8  # dynamic: paths gone on with at each depth, and tokens tried after each
+        depth: int | None = None  # of a tree: tokens of its longest path; the head is run once for each; null: 3
+        top_k: int | None = None  # dynamic: paths gone on with at each depth, and tokens tried after each; null: 8
         choices: list[list[int]] | None = None  # static: its paths, as ranks: [0, 2] is the third likeliest after the likeliest
 
     def __init__(self, options: Options) -> None:

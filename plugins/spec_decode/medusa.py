@@ -29,7 +29,7 @@ class Medusa(Proposer):
             True  # for requests that sample: draw drafts from the heads' distributions; false: their most likely tokens
         )
         tree: Literal["none", "static"] = "none"  # none: a chain, one token of each head
-        depth: int = 3  # of a tree: heads that it uses; of spec.choices it is their longest path
+        depth: int | None = None  # of a tree: heads that it uses; of spec.choices it is their longest path; null: 3
         choices: list[list[int]] | None = None  # of a tree: its paths; [0, 2] is the third likeliest after the likeliest
 
     def __init__(self, options: Options) -> None:

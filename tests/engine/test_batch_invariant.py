@@ -123,7 +123,8 @@ def test_the_same_bits_with_drafts_of_every_proposer_that_claims_it(model, draft
 @pytest.mark.parametrize("name", ["draft_model", "eagle", "medusa", "mtp"])
 def test_drafts_that_are_drawn_are_refused(model, drafters, name):
     options = [option for option in drafters[name] if option != "spec.draw=false"]
-    with pytest.raises(UserError, match=f"spec plugin '{name}' cannot serve this run: it has no batch_invariant"):
+    message = rf"spec plugin '{name}' cannot serve this run: it has no batch_invariant \(it has with spec\.draw=false\)"
+    with pytest.raises(UserError, match=message):
         open_llm(model, "debug.batch_invariant=true", *options, spec=name)
 
 

@@ -1,5 +1,6 @@
 """LLM from end to end: order, refusals, interruption, chat, metrics, closing."""
 
+import os
 import signal
 import threading
 
@@ -219,6 +220,45 @@ def test_closing_twice_does_no_harm_and_a_closed_one_says_so(folder):
     llm.close()
     with pytest.raises(UserError, match="closed"):
         llm.generate("ABC", GREEDY)
+
+
+def test_another_thread_is_refused_while_one_generates(folder):
+    with open_llm(folder) as llm:
+        refused = []
+
+        def meddle(_):
+            if not refused:
+                thread = threading.Thread(
+                    target=lambda: refused.extend(map(_message, (lambda: llm.generate("ABC"), llm.close)))
+                )
+                thread.start()
+                thread.join()
+
+        llm.engine.on_step = meddle
+        assert texts(llm.generate("ABC", GREEDY)) == ["DEFGH"]
+        assert refused == ["this LLM is generating in another thread: AsyncLLM serves several at once."] * 2
+        assert_good(llm)
+
+
+def _message(call):
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_refused_and_may_close(folder):
+    with open_llm(folder) as llm:
+        assert_good(llm)
+        child = os.fork()
+        if child == 0:
+            said = _message(lambda: llm.generate("ABC", GREEDY))
+            llm.close()
+            os._exit(0 if said and said.startswith("this LLM was made by another process") else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_good(llm)
 
 
 def test_a_model_without_tokenizer_generates_from_ids(tmp_path):
