@@ -1,6 +1,7 @@
 """The runs that a report compares, read from the folders of runs and sweeps. Torch-free."""
 
 import json
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,13 +90,23 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+def _what_ended(folder: Path) -> tuple[str, str]:
+    """Status and reason of a run without metrics: what its log noted on the way out, if it got there."""
+    log = folder / "log.txt"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    notes = re.findall(r"^[-\d]+ [:,\d]+ ERROR (.*)$", text, re.MULTILINE)
+    if notes:
+        return "failed", notes[-1]
+    return "unfinished", "it has no metrics.json: it did not end, or has not yet"
+
+
 def _read(row: Row) -> None:
     """Metrics and requests, as far as the run got."""
     metrics, requests = row.folder / "metrics.json", row.folder / "requests.jsonl"
     if metrics.exists():
         row.metrics = json.loads(metrics.read_text(encoding="utf-8"))
     elif row.status == "ok":
-        row.status, row.reason = "unfinished", "it has no metrics.json: it did not end, or has not yet"
+        row.status, row.reason = _what_ended(row.folder)
     if not requests.exists():
         return
     with requests.open(encoding="utf-8") as lines:

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import yaml
 
+from lab.bench.files import RunLog
 from lab.errors import UserError
 from lab.report.comparison import Report, same_tokens, write_report
 from lab.report.rows import Row, read_rows
@@ -93,6 +94,15 @@ def test_what_a_killed_run_left_behind_is_read(tmp_path):
     (row,) = read_rows([folder])
     assert row.status == "unfinished" and len(row.outputs) == 2 and list(row.samples["ttft_ms"]) == [10.0, 10.0]
     assert "it did not end" in Report("t", [row], tmp_path).markdown()
+
+
+def test_a_run_that_was_refused_says_why(tmp_path):
+    folder = a_run(tmp_path / "run", SAME)
+    (folder / "metrics.json").unlink()
+    with pytest.raises(UserError), RunLog(folder):
+        raise UserError("workload: cannot read nofile.jsonl: No such file or directory.")
+    (row,) = read_rows([folder])
+    assert (row.status, row.reason) == ("failed", "workload: cannot read nofile.jsonl: No such file or directory.")
 
 
 def test_a_folder_of_nothing_is_named(tmp_path):
