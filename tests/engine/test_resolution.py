@@ -2,7 +2,8 @@
 
 import pytest
 
-from lab.capabilities import Needs
+from lab.capabilities import Capabilities, Needs
+from lab.contracts.attention import Attention
 from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.settings import PluginChoice
@@ -38,7 +39,17 @@ def test_a_broken_one_that_was_asked_for_is_told(known):
 
 def test_attention_without_sinks_is_passed_over_or_refused(own_registry):
     own_registry.discover()
+
+    @own_registry.register("attention", "plain-in-test")
+    class Plain(Attention):
+        """Would be chosen before any other."""
+
+        capabilities = Capabilities(devices={"cpu"}, priority=1000)
+
+    assert resolve("attention", PluginChoice(), Needs(device="cpu")).record["name"] == "plain-in-test"
     needs = Needs(device="cpu", dtype="float32", features=frozenset({"sinks"}))
-    assert resolve("attention", PluginChoice(), needs).record["name"] == "sdpa"
-    with pytest.raises(UserError, match="attention plugin 'flash' cannot serve this run: it has no sinks.\nThese can: .*eager"):
-        resolve("attention", PluginChoice("flash"), needs)
+    record = resolve("attention", PluginChoice(), needs).record
+    assert record["name"] != "plain-in-test" and record["passed_over"]["plain-in-test"] == ["it has no sinks"]
+    message = "attention plugin 'plain-in-test' cannot serve this run: it has no sinks.\nThese can: .*eager"
+    with pytest.raises(UserError, match=message):
+        resolve("attention", PluginChoice("plain-in-test"), needs)
