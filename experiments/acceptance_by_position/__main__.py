@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     sets = read_sets(given.spec_bench, given.per_category)
     groups = {"copies": [], "free text": [], "Spec-Bench": []}
     for category, prompts in sets.items():

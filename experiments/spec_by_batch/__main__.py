@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where the plot and the results go")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     method = given.method or f"replay:spec.acceptance=[{given.acceptance}]"
     drafting = f"{method}{';' if ':' in method else ':'}spec.num_drafts={given.drafts}"
     methods = {"none": "none", "all drafts": f"{drafting};draft_length=fixed", "by batch": f"{drafting};draft_length=batch"}

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--override", nargs="*", default=[], help="settings of all engines")
     parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     sets = by_temperature(read_sets(given.spec_bench, given.per_category), given.temperature)
     with engines(given.methods, given.override, given.model, cpu_time=given.cpu_time) as found:
         base = next(iter(found))
