@@ -62,7 +62,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     chosen = _choose_plugins(settings, config, common)
     proposer = chosen["spec"].make()
     if device.type == "cpu":
-        native.build_ahead(_libraries(settings, chosen, common))
+        native.build_ahead(_libraries(settings, chosen, common), {tape.NAMESPACE: tape.FLAGS})
     model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
     check_trees_fit(settings, model.attention_layers, proposer)
