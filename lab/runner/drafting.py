@@ -165,10 +165,11 @@ class Drafting:
         """
         most_R = np.minimum(self._most_R[rows_R], self.num_drafts)
         depth = self._proposer.tree_depth
+        room_R = np.maximum(room_R, 0)
         if not depth:
-            return np.clip(room_R, 0, most_R), None
-        depths_R = np.clip(room_R, 0, depth)
-        return np.where(depths_R > 0, most_R, 0), depths_R
+            return np.minimum(room_R, most_R), None
+        depths_R = np.minimum(room_R, depth)
+        return most_R * (depths_R > 0), depths_R
 
     def _chances(self, rows_R: np.ndarray) -> dict[str, np.ndarray | None]:
         """What rows that sample draw their drafts by; nothing where none does."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.api import UserError
 
+ROOT = -1  # the parent of a first node
 MOST_NODES = 63  # that attention can verify
 RANK_SHARES = (
     0.55,

@@ -98,7 +98,7 @@ class Eagle(Proposer):
         places = [self._place_of[row] for row in view.rows_R.tolist()]
         levels = Levels(self.cache, view, self._run, self._last_RD[places])
         if isinstance(self._tree, DynamicTree):
-            return self._tree.propose(view, levels, self._head.logits, self._head.target_ids)
+            return self._tree.propose(view, levels, self._head.top)
         vocab_size, device = self.target.config.vocab_size, self.target.device
         siblings = Siblings(self._tree, view, vocab_size, device, self.options.draw, self._head.draft_ids)
         return propose_static(self._tree, view, levels, self._head.logits, siblings)
