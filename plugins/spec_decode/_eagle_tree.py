@@ -15,7 +15,6 @@ from lab.api import Draft, DraftCache, ProposeView, UserError
 
 from ._siblings import Siblings
 from ._tree import (
-    DEFAULT_NODES,
     MOST_NODES,
     ROOT,
     StaticTree,
@@ -23,6 +22,7 @@ from ._tree import (
     depth_of,
     no_shape_asked,
     parents_in,
+    refuse_shape,
     static_tree,
 )
 
@@ -30,7 +30,7 @@ Run = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (batch, state
 Logits = Callable[[torch.Tensor], torch.Tensor]  # hidden_LD -> float32 over what the head can propose
 Top = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # (hidden_LD, k) -> log-probabilities, target's ids
 
-DEFAULT_TOP_K = 8
+DEFAULT_NODES, DEFAULT_DEPTH, DEFAULT_TOP_K = 12, 2, 8  # of a dynamic tree, by the clock: experiments/spec_methods
 
 
 class Levels:
@@ -140,12 +140,15 @@ def propose_static(tree: StaticTree, view: ProposeView, levels: Levels, logits: 
 
 def tree_of(options: Any) -> DynamicTree | StaticTree | None:
     """The tree that eagle's options ask for, None for a chain. Raises UserError, with the numbers, for what is none."""
+    if options.tree == "auto" and options.num_drafts is None:
+        refuse_shape(options)
+        return DynamicTree(DEFAULT_DEPTH, DEFAULT_TOP_K)
     if options.tree != "dynamic":
         return static_tree(options)
     if options.choices is not None:
         raise no_shape_asked(options)
     top_k = checked_number("top_k", DEFAULT_TOP_K if options.top_k is None else options.top_k, 1, MOST_NODES)
-    tree = DynamicTree(depth_of(options), top_k)
+    tree = DynamicTree(depth_of(options, DEFAULT_DEPTH), top_k)
     if tree.num_entries > MOST_NODES:
         raise UserError(
             f"spec.depth={tree.depth} and spec.top_k={tree.top_k}: the head would be run on {tree.num_entries} nodes, "
