@@ -53,6 +53,9 @@ class Target(Protocol):
     def greedy(self, hidden_LD: "torch.Tensor") -> "torch.Tensor":
         """ids_L of the largest of `logits`."""
 
+    def tree_obstacle(self, depth: int) -> str | None:
+        """Why this run cannot verify trees of drafts so deep, for who can do without; None when it can."""
+
     def load_head(self, folder: Path, kind: str) -> "nn.Module":
         """A draft head in a published format, in the target's dtype on its device: see lab.model.heads.
 

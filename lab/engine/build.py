@@ -19,7 +19,7 @@ from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_st
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
 from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name, resolve_for_shapes
-from lab.engine.drafts import check_layers_fit, check_trees_fit
+from lab.engine.drafts import check_layers_fit, check_trees_fit, tree_obstacle
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
 from lab.engine.kv_cache import block_manager, group, report_cache
@@ -169,7 +169,8 @@ def _load(
         )
     load_another = partial(load, load_format="auto", quant=model.build.plain)
     max_rows = settings.scheduler.max_num_seqs
-    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another)
+    obstacle = partial(tree_obstacle, settings, model.attention_layers, dtype, device)
+    target = BoundTarget(name, model, config, dtype, device, max_rows, max_model_len, load_another, obstacle)
     proposer.bind(target)
     model.aux_layers = tuple(proposer.aux_layers)
     return model, target.heads
