@@ -10,11 +10,11 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from experiments.speculation.engines import Tally, engines, markdown
 from experiments.speculation.plot import lines
-from experiments.speculation.sets import read_sets
+from experiments.speculation.sets import Prompts, read_sets
 from lab import SamplingParams
 
 HERE = Path(__file__).parent
@@ -25,6 +25,9 @@ def main() -> None:
     parser.add_argument("--spec-bench", help="question.jsonl of Spec-Bench; without it, the sets that come with the study")
     parser.add_argument(
         "--methods", nargs="+", default=["none", "ngram", "suffix"], help="the first one is what others are held against"
+    )
+    parser.add_argument(
+        "--categories", nargs="+", help="these alone, for a study in pieces; the last rows are over all of them"
     )
     parser.add_argument("--per-category", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -37,11 +40,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="where plot.svg and results.json go")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    sets = by_temperature(read_sets(given.spec_bench, given.per_category), given.temperature)
+    sets = by_temperature(chosen(read_sets(given.spec_bench, given.per_category), given.categories), given.temperature)
     with engines(given.methods, given.override, given.model, cpu_time=given.cpu_time) as found:
         base = next(iter(found))
         tallies = {row: {name: Tally() for name in found} for row in sets}
-        ratios = defaultdict(list)
+        ratios, costs = defaultdict(list), defaultdict(list)  # of speeds, and of what a step takes
         for llm in found.values():
             for temperature in given.temperature:
                 warm = SamplingParams(temperature=temperature, max_tokens=8, seed=0)
@@ -49,19 +52,54 @@ def main() -> None:
         for category, (temperature, prompts) in sets.items():
             params = SamplingParams(temperature=temperature, max_tokens=given.max_tokens, seed=0)
             for number, prompt in enumerate(prompts):
-                speeds = {}
+                speeds, steps_s = {}, {}
                 names = list(found)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     own = Tally()
                     output = found[name].generate(prompt, params)[0]
                     own.add(output)
                     tallies[category][name].add(output)
-                    speeds[name] = own.speed
+                    speeds[name], steps_s[name] = own.speed, own.seconds / max(own.steps, 1)
                 for name, speed in speeds.items():
                     if speeds[base] and speed:
                         ratios[category, name].append(speed / speeds[base])
+                        costs[category, name].append(steps_s[name] / steps_s[base])
             print(f"{category}: done", flush=True)
-    report(tallies, ratios, base, {row: temperature for row, (temperature, _) in sets.items()}, given.out)
+    temperature_of = {row: temperature for row, (temperature, _) in sets.items()}
+    report(tallies, ratios, base, temperature_of, given.out)
+    print("\n" + over_all(tallies, ratios, costs, base, temperature_of))
+
+
+def chosen(sets: Prompts, categories: list[str] | None) -> Prompts:
+    """The sets of these categories, of all without any. Raises SystemExit for one that there is not."""
+    if unknown := set(categories or ()) - set(sets):
+        raise SystemExit(f"--categories: there is no {', '.join(sorted(unknown))}, only {', '.join(sets)}")
+    return {category: prompts for category, prompts in sets.items() if not categories or category in categories}
+
+
+def over_all(tallies: dict, ratios: dict, costs: dict, base: str, temperature_of: dict[str, float]) -> str:
+    """A table of the methods, over all prompts of a temperature: medians, with the quartiles of the speed."""
+    rows = []
+    for temperature in sorted(set(temperature_of.values())):
+        its = [category for category, t in temperature_of.items() if t == temperature]
+        for name in (name for name in tallies[its[0]] if name != base):
+            speed = [ratio for category in its for ratio in ratios[category, name]]
+            cost = [ratio for category in its for ratio in costs[category, name]]
+            tokens, steps = (sum(getattr(tallies[category][name], of) for category in its) for of in ("tokens", "steps"))
+            low, _, high = quantiles(speed, n=4) if len(speed) > 1 else speed * 3
+            rows.append(
+                [
+                    name,
+                    f"{temperature:g}",
+                    str(len(speed)),
+                    f"{median(speed):.2f} ({low:.2f} to {high:.2f})",
+                    f"{tokens / max(steps, 1):.2f}",
+                    f"{median(cost):.2f}",
+                ]
+            )
+    return markdown(
+        ["method", "T", "prompts", f"speed against {base} (quartiles)", "tokens/step", "a step, in plain ones"], rows
+    )
 
 
 def by_temperature(sets: dict[str, list], temperatures: list[float]) -> dict[str, tuple[float, list]]:

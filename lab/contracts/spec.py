@@ -53,6 +53,9 @@ class Target(Protocol):
     def greedy(self, hidden_LD: "torch.Tensor") -> "torch.Tensor":
         """ids_L of the largest of `logits`."""
 
+    def tree_obstacle(self, depth: int) -> str | None:
+        """Why this run cannot verify trees of drafts so deep, for who can do without; None when it can."""
+
     def load_head(self, folder: Path, kind: str) -> "nn.Module":
         """A draft head in a published format, in the target's dtype on its device: see lab.model.heads.
 
@@ -162,7 +165,7 @@ class Proposer(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
     observes: ClassVar[bool] = False  # whether it wants `observe`
-    num_drafts: int  # the most it ever proposes for a row
+    num_drafts: int  # the most it ever proposes for a row; like tree_depth known from its options, before bind
     tree_depth: int = 0  # of the deepest tree that it proposes; 0: its drafts are chains
     num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from lab.contracts.spec import Proposer
+from lab.engine.backends import backends_of
 from lab.errors import UserError
 from lab.kv.groups import Grouping
 from lab.model.layers.attention import AttentionLayer
@@ -16,6 +19,22 @@ def check_layers_fit(proposer: Proposer, grouping: Grouping) -> None:
             f"spec plugin '{proposer.name}' has attention layers of its own, in blocks of the model's, and this model's layers "
             "with a window give blocks back. Add cache.free_behind_window=false, or choose a spec plugin without layers."
         )
+
+
+def tree_obstacle(
+    settings: Settings, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, depth: int
+) -> str | None:
+    """See lab.contracts.spec.Target.tree_obstacle."""
+    if settings.debug.batch_invariant:
+        return "debug.batch_invariant=true"
+    windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
+    if windows and min(windows) <= depth:
+        return f"a layer of this model sees a window of {min(windows)} tokens"
+    try:
+        backends_of(settings, layers, dtype, device, {}, {"spec_verify", "tree_verify"})
+    except UserError as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 def check_trees_fit(settings: Settings, layers: Sequence[AttentionLayer], proposer: Proposer) -> None:

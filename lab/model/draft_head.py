@@ -115,6 +115,12 @@ class EagleHead(nn.Module):
         """logits over what it can propose, in float32."""
         return self._lm_head(self._for_vocabulary(hidden_LD)).float()
 
+    def top(self, hidden_LD: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest tokens, or as many as there are: log-probabilities in float32, and the target's ids."""
+        logits_LV = self._lm_head(self._for_vocabulary(hidden_LD))
+        log_probs_LK, ids_LK = self.fused.top(logits_LV, min(k, logits_LV.shape[1]))
+        return log_probs_LK, self.target_ids(ids_LK)
+
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of the head's own."""
         return ids if self.draft_ids is None else self.draft_ids[ids]

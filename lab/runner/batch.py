@@ -1,6 +1,7 @@
 """The inputs of one forward pass, gathered from the persistent rows."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -113,8 +114,7 @@ class BatchBuilder:
         row_R = np.fromiter((s.row for s in shares), np.int64, num_rows)
         start_R = np.fromiter((s.start for s in shares), np.int64, num_rows)
         count_R = np.fromiter((s.num_tokens for s in shares), np.int64, num_rows)
-        q_start_R1 = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(count_R, out=q_start_R1[1:])
+        q_start_R1 = np.fromiter(accumulate((s.num_tokens for s in shares), initial=0), np.int32, num_rows + 1)
         num_tokens = int(q_start_R1[-1])
         if num_tokens == num_rows:  # one token a row: the usual decode step
             row_T, positions_T = row_R, start_R

@@ -7,7 +7,6 @@ blocks of the pool.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,13 +80,12 @@ class RowsDraftCache:
         num_rows, width = ancestors_RF.shape
         end = first + width
         tables_RM = self._tables(rows_R, int(start_R.max()) + end)
-        row_T, q_start_R1 = np.repeat(np.arange(num_rows), width), np.arange(num_rows + 1, dtype=np.int32) * width
-        slot_position_T = start_R[row_T] + first + np.tile(np.arange(width), num_rows)
-        made = self._made(tables_RM, row_T, slot_position_T, start_R + end, q_start_R1, np.zeros(len(row_T), np.int32))
-        start_R, ancestors_T = start_R.astype(np.int32), np.ascontiguousarray(ancestors_RF).reshape(-1)
-        trees = BatchTrees(self._to_device(start_R), self._to_device(ancestors_T), start_R, ancestors_T)
-        positions_T = np.minimum(start_R[row_T].astype(np.int64) + depth - 1, self._last_position)
-        return replace(made, positions_T=self._to_device(positions_T), trees=trees)
+        row_T, q_start_R1 = np.arange(num_rows).repeat(width), np.arange(0, num_rows * width + 1, width, np.int32)
+        slot_position_T = (start_R[:, None] + np.arange(first, end)).reshape(-1)
+        tree_start_R, ancestors_T = start_R.astype(np.int32), ancestors_RF.reshape(-1)
+        trees = BatchTrees(self._to_device(tree_start_R), self._to_device(ancestors_T), tree_start_R, ancestors_T)
+        ids_T, positions_T = np.zeros(len(row_T), np.int32), (start_R + (depth - 1)).repeat(width)
+        return self._made(tables_RM, row_T, slot_position_T, start_R + end, q_start_R1, ids_T, positions_T, trees)
 
     def _tables(self, rows_R: np.ndarray, max_ctx: int) -> np.ndarray:
         """The rows' block tables up to max_ctx tokens, scratch blocks in the places of those that they do not have."""
@@ -109,16 +107,20 @@ class RowsDraftCache:
         ctx_len_R: np.ndarray,
         q_start_R1: np.ndarray,
         ids_T: np.ndarray,
+        positions_T: np.ndarray | None = None,
+        trees: BatchTrees | None = None,
     ) -> Batch:
+        """`positions_T`: where tokens do not stand at the positions of their slots."""
         blocks_T = tables_RM[row_T, slot_position_T // self._block_size].astype(np.int64)
         ctx_len_R = ctx_len_R.astype(np.int32)
+        positions_T = slot_position_T if positions_T is None else positions_T
         return Batch(
             num_tokens=len(row_T),
             num_rows=len(ctx_len_R),
             max_q=int((q_start_R1[1:] - q_start_R1[:-1]).max()),
             max_ctx=int(ctx_len_R.max()),
             input_ids_T=self._to_device(ids_T.astype(np.int32, copy=False)),
-            positions_T=self._to_device(np.minimum(slot_position_T, self._last_position)),
+            positions_T=self._to_device(np.minimum(positions_T, self._last_position)),
             slots_T=self._to_device(blocks_T * self._block_size + slot_position_T % self._block_size),
             q_start_R1=self._to_device(q_start_R1),
             ctx_len_R=self._to_device(ctx_len_R),
@@ -127,6 +129,7 @@ class RowsDraftCache:
             q_start_R1_cpu=q_start_R1,
             ctx_len_R_cpu=ctx_len_R,
             blocks_RM_cpu=tables_RM,
+            trees=trees,
         )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

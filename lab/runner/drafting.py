@@ -41,7 +41,7 @@ class Drafting:
         self._sampler = sampler
         self._most_R = np.full(len(rows.lengths_R), NO_LIMIT)  # what each row's request allows
         self._probs: dict[int, torch.Tensor] = {}  # row -> SV, for the drafts that were not one-hot
-        self._dry: dict[int, int] = {}  # row -> the draft that nobody verifies, to be compared with the next token
+        self._dry: dict[int, list[int]] = {}  # row -> drafts that nobody verifies, to be compared with the next token
         self._num_asked = 0
         self._draft_ms = 0.0
         self._shown_ms = 0.0  # of `draft_ms`, what the proposer took to see the step
@@ -82,7 +82,7 @@ class Drafting:
             dry = self._dry.pop(share.row, None)
             is_dry = dry is not None and not share.num_drafts
             offered.append(1 if is_dry else share.draft_depth)
-            accepted.append(int(new_ids[0] == dry) if is_dry else len(new_ids) - 1)
+            accepted.append(int(new_ids[0] in dry) if is_dry else len(new_ids) - 1)
         self._length.observe(
             Verified(
                 rows_R=np.array([share.row for share in sampling]),
@@ -136,12 +136,12 @@ class Drafting:
         rows_R = np.array(row_ids)
         lengths_R = self._rows.lengths_R[rows_R]
         limits_R, depths_R = self._room(end_R - lengths_R - 1, rows_R)
-        dry_R = self._limit(rows_R, limits_R)
+        dry_R = self._limit(rows_R, limits_R, depths_R)
         view = ProposeView(self._rows.tokens_RC, rows_R, lengths_R, limits_R, **self._chances(rows_R), depths_R=depths_R)
         begin = time.perf_counter()
         draft = self._proposer.propose(view)
         self._draft_ms = self._shown_ms + (time.perf_counter() - begin) * 1e3
-        self._num_asked = int(np.count_nonzero(limits_R))
+        self._num_asked = int(np.count_nonzero(limits_R[~dry_R]))  # a dry one is shorter, and not what drafts take
         self._check(draft, limits_R.tolist())
         trees = self._trees(draft, depths_R)
         proposed = {}
@@ -149,7 +149,7 @@ class Drafting:
             if dry_R[index]:
                 proposed[row] = []
                 if token_ids:
-                    self._dry[row] = token_ids[0]
+                    self._dry[row] = token_ids
                 continue
             proposed[row] = token_ids
             self._rows.set_drafts(row, token_ids, trees[index])
@@ -165,10 +165,11 @@ class Drafting:
         """
         most_R = np.minimum(self._most_R[rows_R], self.num_drafts)
         depth = self._proposer.tree_depth
+        room_R = np.maximum(room_R, 0)
         if not depth:
-            return np.clip(room_R, 0, most_R), None
-        depths_R = np.clip(room_R, 0, depth)
-        return np.where(depths_R > 0, most_R, 0), depths_R
+            return np.minimum(room_R, most_R), None
+        depths_R = np.minimum(room_R, depth)
+        return most_R * (depths_R > 0), depths_R
 
     def _chances(self, rows_R: np.ndarray) -> dict[str, np.ndarray | None]:
         """What rows that sample draw their drafts by; nothing where none does."""
@@ -181,17 +182,22 @@ class Drafting:
             found = {"uniforms_RS": self._sampler.draft_uniforms(rows_R, self.num_drafts)}
         return {"temperatures_R": temperatures_R, **found}
 
-    def _limit(self, rows_R: np.ndarray, limits_R: np.ndarray) -> np.ndarray:
-        """Lower the limits to what the draft length allows. Returns which rows are tried dry: their limit is 1."""
+    def _limit(self, rows_R: np.ndarray, limits_R: np.ndarray, depths_R: np.ndarray | None) -> np.ndarray:
+        """Lower the limits to what the draft length allows. Returns which rows are tried dry: with one draft, or the first
+        level of a tree.
+        """
         dry_R = np.zeros(len(rows_R), bool)
         if self._length is None:
             return dry_R
-        may_R = limits_R > 0
+        room_R = limits_R.copy()
         np.minimum(limits_R, self._length.lengths(rows_R), out=limits_R)
         wanted_R = self._length.dry_runs(rows_R)
         if wanted_R is not None:
-            dry_R = wanted_R & may_R & (limits_R == 0)
-            limits_R[dry_R] = 1
+            dry_R = wanted_R & (room_R > 0) & (limits_R == 0)
+            first_level = 1 if depths_R is None else -(-self.num_drafts // self._proposer.tree_depth)
+            limits_R[dry_R] = np.minimum(room_R, first_level)[dry_R]
+            if depths_R is not None:
+                depths_R[dry_R] = 1
         return dry_R
 
     def probs(self, shares: list[Share]) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ class BoundTarget:
     max_rows: int
     max_model_len: int
     load: Callable[[Path, ModelConfig], Decoder]  # another model, unquantized
+    tree_obstacle: Callable[[int], str | None]
     heads: list[EagleHead] = field(default_factory=list)  # that were loaded
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ def keeping_bits(capabilities: Capabilities, options: Any) -> Capabilities:
     were drafts, and so on the steps that the requests beside it allow.
     """
     wanted = ["with spec.draw=false"] if options.draw else []
-    if getattr(options, "tree", "none") != "none":  # not all of them have trees
+    if getattr(options, "tree", "none") not in ("none", "auto"):  # not all of them have trees; auto drafts chains then
         wanted.append("with spec.tree=none")
     if wanted:
         return replace(capabilities, lacks=(("batch_invariant", "it has " + " and ".join(wanted)),))

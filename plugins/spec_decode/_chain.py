@@ -72,7 +72,7 @@ class Choice:
 def next_ids(step: StepView) -> np.ndarray:
     """The token after each position of the step: int32, as long as the batch, whose padding gets zeros."""
     q_start_R1 = step.batch.q_start_R1_cpu
-    count_R = np.diff(q_start_R1)
+    count_R = q_start_R1[1:] - q_start_R1[:-1]
     num_tokens = int(q_start_R1[-1])
     position_T = np.arange(num_tokens) + np.repeat(step.start_R - q_start_R1[:-1], count_R)
     next_ids_T = np.zeros(step.batch.num_tokens, np.int32)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.api import UserError
 
+ROOT = -1  # the parent of a first node
 MOST_NODES = 63  # that attention can verify
 RANK_SHARES = (
     0.55,
@@ -101,12 +102,10 @@ def pruned_product(num_nodes: int, depth: int, width: int = len(RANK_SHARES)) ->
 
 def static_tree(options: Any) -> StaticTree | None:
     """The tree of fixed shape that a proposer's options ask for, None for a chain. Raises UserError for what is none."""
-    refuse_unused(options, "top_k")
-    if options.tree == "none":
-        if options.choices is not None:
-            raise no_shape_asked(options)
-        refuse_unused(options, "depth")
+    if options.tree in ("none", "auto"):
+        refuse_shape(options)
         return None
+    refuse_unused(options, "top_k")
     num = options.num_drafts
     if options.choices is None:
         num = checked_number("num_drafts", DEFAULT_NODES if num is None else num, 1, MOST_NODES)
@@ -133,15 +132,23 @@ def no_shape_asked(options: Any) -> UserError:
     return UserError(f"spec.choices is the shape of a static tree, and spec.tree is {options.tree}. Set spec.tree=static.")
 
 
+def refuse_shape(options: Any) -> None:
+    """Raises UserError when the shape of a tree is given, and none is asked for by name."""
+    refuse_unused(options, "top_k")
+    if options.choices is not None:
+        raise no_shape_asked(options)
+    refuse_unused(options, "depth")
+
+
 def refuse_unused(options: Any, name: str) -> None:
     """Raises UserError when an option is given that this shape of drafts does not have."""
     if (value := getattr(options, name, None)) is not None:
         raise UserError(f"spec.{name}={value} is of a tree, and spec.tree is {options.tree}. {TREES_WITH[name]}")
 
 
-def depth_of(options: Any) -> int:
+def depth_of(options: Any, default: int = DEFAULT_DEPTH) -> int:
     """Of the tree that is asked for. Raises UserError when there can be none so deep."""
-    return checked_number("depth", DEFAULT_DEPTH if options.depth is None else options.depth, 1, MOST_NODES)
+    return checked_number("depth", default if options.depth is None else options.depth, 1, MOST_NODES)
 
 
 def checked_choices(choices: Sequence[Sequence[int]]) -> list[Path]:

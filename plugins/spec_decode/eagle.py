@@ -6,20 +6,26 @@ step, prompts included, with the true hidden states; then it drafts by itself, o
 What it stored on its own account is made anew once the tokens are verified.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, nearest, register
+from lab.api import Capabilities, Draft, DraftCache, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
 from ._bits import keeping_bits
 from ._chain import Choice, next_ids
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
 from ._siblings import Siblings
 from ._tree import StaticTree, check_ranks
+from ._waiting import Waiting
 
+log = logging.getLogger("lab")
+
+DEFAULT_CHAIN = 4
 HEADS = Path(__file__).parent / "heads"
 SHIPPED = {"smollm2": ("smollm2-eagle3", "eagle3")}  # by model.path: the head's folder and format
 
@@ -36,31 +42,45 @@ class Eagle(Proposer):
     class Options:
         head: str | None = None  # folder of the head; null: the one that comes with lab, for smollm2
         format: Literal["eagle3", "eagle1"] = "eagle3"  # of the folder; eagle1: EAGLE-1 and EAGLE-2
-        num_drafts: int | None = None  # tokens proposed for a row and step; null: 4 in a chain, 8 in a tree
+        num_drafts: int | None = (
+            None  # tokens proposed for a row and step; null: 4 in a chain, 12 in a dynamic tree, 8 in a static one
+        )
         draw: bool = True  # for requests that sample: draw drafts from the head's distribution; false: its most likely tokens
-        tree: Literal["none", "dynamic", "static"] = "none"  # none: a chain; dynamic: EAGLE-2's tree, by the head's confidence
-        depth: int | None = None  # of a tree: tokens of its longest path; the head is run once for each; null: 3
+        # none: a chain; dynamic: EAGLE-2's tree, by the head's confidence; auto: that where attention verifies trees and
+        # num_drafts is null, else a chain
+        tree: Literal["auto", "none", "dynamic", "static"] = "auto"
+        depth: int | None = None  # of a tree: tokens of its longest path; the head is run once for each; null: 2, static 3
         top_k: int | None = None  # dynamic: paths gone on with at each depth, and tokens tried after each; null: 8
         choices: list[list[int]] | None = None  # static: its paths, as ranks: [0, 2] is the third likeliest after the likeliest
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._tree = tree_of(options)
-        if self._tree is None:
-            self.num_drafts = 4 if options.num_drafts is None else options.num_drafts
-            if self.num_drafts < 1:
-                raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
-        else:
-            self.num_drafts, self.tree_depth = num_nodes(options, self._tree), self._tree.depth
-            self.num_scratch = max(self._tree.num_entries, 1)
+        self._take_shape(tree_of(options))
         self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+        self._waiting = Waiting()
+        self._is_idle = False  # nobody asked for drafts after the step before
 
     @classmethod
     def capabilities_with(cls, options: Options) -> Capabilities:
         return keeping_bits(cls.capabilities, options)
 
+    def _take_shape(self, tree: DynamicTree | StaticTree | None) -> None:
+        """Draft this tree, or a chain."""
+        self._tree = tree
+        if tree is not None:
+            self.num_drafts, self.tree_depth = num_nodes(self.options, tree), tree.depth
+            self.num_scratch = max(tree.num_entries, 1)
+            return
+        asked = self.options.num_drafts
+        self.num_drafts, self.tree_depth, self.num_scratch = DEFAULT_CHAIN if asked is None else asked, 0, None
+        if self.num_drafts < 1:
+            raise UserError(f"spec.num_drafts must be a whole number from 1, got {asked}.")
+
     def bind(self, target: Target) -> None:
         super().bind(target)
+        if self.options.tree == "auto" and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
+            log.info("spec.tree=auto: drafts are chains, not trees: %s", obstacle)
+            self._take_shape(None)
         if self.num_drafts >= target.max_model_len:
             raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
         folder, kind = self._find(target)
@@ -71,22 +91,49 @@ class Eagle(Proposer):
         self.attention_layers = self._head.attention_layers
         self.aux_layers = self._head.aux_layers
 
+    def attach(self, cache: DraftCache) -> None:
+        super().attach(cache)
+        self._waiting = Waiting()
+
+    def end(self, row: int, tokens: np.ndarray) -> None:
+        if row in self._waiting:  # what the row's blocks should hold may serve others as a prefix
+            self._catch_up()
+
     def observe(self, step: StepView) -> None:
+        """Run the head over the step; while no drafts are wanted, over several steps at once."""
+        if self._waiting and not (self._is_idle and self._waiting.has_room(step)):
+            self._catch_up()
+        if self._is_idle and self._waiting.has_room(step):
+            self._waiting.add(step)
+            return
         last_R = step.batch.q_start_R1_cpu[:-1] + step.num_kept_R - 1
         states_TD = self._head.states(step.hidden_TD, step.aux_ATD)
         out_TD = self._run(step.batch, states_TD, torch.from_numpy(next_ids(step)).to(self.target.device))
-        self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
-        self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
+        self._keep(step.rows_R, out_TD, last_R)
+
+    @torch.inference_mode()
+    def _catch_up(self) -> None:
+        rows_R, start_R, ids, hidden_TD, aux_ATD = self._waiting.take()
+        batch = self.cache.batch(rows_R, start_R, ids)
+        out_TD = self._run(batch, self._head.states(hidden_TD, aux_ATD), batch.input_ids_T)
+        self._keep(rows_R, out_TD, batch.q_start_R1_cpu[1:] - 1)
+
+    def _keep(self, rows_R: np.ndarray, out_TD: torch.Tensor, last_R: np.ndarray) -> None:
+        """Drafts go on from these results, the last one of each row."""
+        self._last_RD = out_TD.index_select(0, torch.from_numpy(last_R.astype(np.int64)).to(out_TD.device))
+        self._place_of = {row: place for place, row in enumerate(rows_R.tolist())}
 
     def propose(self, view: ProposeView) -> Draft:
+        self._is_idle = not view.limits_R.any()
+        if self._is_idle:
+            return Draft([[] for _ in view.rows_R])
+        if self._waiting:
+            self._catch_up()
         if self._tree is not None:
             return self._propose_tree(view)
         num = min(self.num_drafts, int(view.limits_R.max(initial=0)))
         choice = Choice(view, num, self.target.config.vocab_size, self.target.device, self.options.draw, self._head.draft_ids)
-        if num == 0:
-            return choice.draft()
-        places = [self._place_of[row] for row in view.rows_R.tolist()]
-        hidden_RD = self._last_RD if len(places) == len(self._last_RD) else self._last_RD[places]
+        hidden_RD = self._last_of(view)
         ids_R = self._next(choice, hidden_RD)
         for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
             with self.cache.running(batch):
@@ -95,13 +142,17 @@ class Eagle(Proposer):
         return choice.draft()
 
     def _propose_tree(self, view: ProposeView) -> Draft:
-        places = [self._place_of[row] for row in view.rows_R.tolist()]
-        levels = Levels(self.cache, view, self._run, self._last_RD[places])
+        levels = Levels(self.cache, view, self._run, self._last_of(view))
         if isinstance(self._tree, DynamicTree):
-            return self._tree.propose(view, levels, self._head.logits, self._head.target_ids)
+            return self._tree.propose(view, levels, self._head.top)
         vocab_size, device = self.target.config.vocab_size, self.target.device
         siblings = Siblings(self._tree, view, vocab_size, device, self.options.draw, self._head.draft_ids)
         return propose_static(self._tree, view, levels, self._head.logits, siblings)
+
+    def _last_of(self, view: ProposeView) -> torch.Tensor:
+        """What the head gave for each row's last token."""
+        places = [self._place_of[row] for row in view.rows_R.tolist()]
+        return self._last_RD if places == list(range(len(self._last_RD))) else self._last_RD[places]
 
     def _run(self, batch: Any, states_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         with self.cache.running(batch):

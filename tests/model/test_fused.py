@@ -90,6 +90,26 @@ def test_a_row_that_a_table_has_not_is_an_error(kernels, row):
         kernels.take_rows(torch.zeros(50, 4), torch.tensor([0, row]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (7, 7), (16, 3), (4096, 8), (4099, 20)])
+@pytest.mark.parametrize("rows", (1, 9))
+def test_likeliest_entries(kernels, rows, size, k, dtype):
+    logits = (torch.randn(rows, size) * 3).to(dtype)
+    (ours, our_ids), (theirs, _) = kernels.top(logits, k), Formulas().top(logits, k)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-5)
+    assert our_ids.dtype == torch.int64 and torch.equal(logits.gather(1, our_ids).float(), logits.topk(k).values.float())
+    expected = [sorted(range(size), key=lambda i: (-row[i], i))[:k] for row in logits.float().tolist()]
+    assert our_ids.tolist() == expected, "of equal entries the first"
+
+
+def test_likeliest_of_what_is_no_number(kernels):
+    """Nothing is right there, but the ids are of the vocabulary and differ."""
+    logits = torch.full((2, 40), torch.nan)
+    logits[1, 5], logits[1, 30] = 1.0, torch.inf
+    _, ids = kernels.top(logits, 4)
+    assert all(len(set(row)) == 4 and set(row) <= set(range(40)) for row in ids.tolist()) and ids[1, :2].tolist() == [30, 5]
+
+
 def test_activation_of_extreme_values(kernels):
     x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 90.0, -90.0, 1e30, torch.nan] + [1.0] * 8])
     ours, theirs = kernels.silu_mul(x), Formulas().silu_mul(x)

@@ -107,7 +107,7 @@ def test_a_dry_run_is_proposed_and_not_verified_but_compared_with_what_comes(cam
     found.observe(shares, [[5, 9], [came]], 3.5)
     (step,) = length.seen
     assert (step.offered_R.tolist(), step.accepted_R.tolist()) == ([1, 1], [1, accepted])
-    assert (step.num_tokens, step.ms, step.is_decode, step.num_asked) == (3, 3.5, True, 2)
+    assert (step.num_tokens, step.ms, step.is_decode, step.num_asked) == (3, 3.5, True, 1)
     found.observe([*shares, Share(3, 0, 8, 0, False)], [[5, 9], [came]], 3.5)
     step = length.seen[-1]
     assert step.offered_R.tolist() == [1, 0] and not step.is_decode and step.num_tokens == 11

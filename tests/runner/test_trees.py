@@ -17,7 +17,7 @@ from lab.runner.trees import PathMover, kept_tokens
 from lab.sample.tree import Tree
 from lab.types import Chunk
 from tests.runner.test_batch import new_row
-from tests.runner.test_drafting import VOCAB, Fixed
+from tests.runner.test_drafting import VOCAB, Fixed, Scripted
 
 CPU = torch.device("cpu")
 registry.discover()
@@ -139,6 +139,26 @@ def test_the_end_of_a_text_bounds_a_trees_depth_and_not_its_nodes(rows):
     proposer = Noting(None)
     Drafting(proposer, rows, VOCAB).propose([rows["a"], rows["b"], rows["b"]], np.array([20, 5, 4]))
     assert proposer.view.limits_R.tolist() == [7, 7, 0] and proposer.view.depths_R.tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("came", "accepted"), [(8, 1), (9, 0)])
+def test_a_tree_is_tried_dry_by_its_first_level(rows, came, accepted):
+    """Any of its nodes may be what comes; one alone would say less of a tree than the tree is worth."""
+
+    class Wide(Branching):
+        num_drafts = 5
+
+        def propose(self, view):
+            self.view = view
+            return self.draft
+
+    proposer, length = Wide(Draft([[5, 6, 8], []], parents=[[-1, -1, -1], []])), Scripted([0, 0], [True, False])
+    drafting, ids = Drafting(proposer, rows, VOCAB, length), [rows["a"], rows["b"]]
+    assert drafting.propose(ids, np.array([20, 20])) == {ids[0]: [], ids[1]: []}
+    assert proposer.view.limits_R.tolist() == [3, 0] and proposer.view.depths_R[0] == 1
+    drafting.observe([Share(ids[0], 2, 1, 0, True)], [[came]], 1.0)
+    (step,) = length.seen
+    assert (step.offered_R.tolist(), step.accepted_R.tolist(), step.num_asked) == ([1], [accepted], 0)
 
 
 def test_the_definition_of_trees_agrees_with_chains_along_each_path():

@@ -1,5 +1,6 @@
 """The eagle proposer: its pairing of hidden states and tokens, whatever the engine does; its drafts; what it refuses."""
 
+import itertools
 import json
 import shutil
 
@@ -12,9 +13,11 @@ from torch.nn import functional
 from lab import LLM, SamplingParams, registry
 from lab.errors import UserError
 from lab.model.config import read_config
+from lab.runner.draft_lengths.fixed import Fixed
 from lab.train.chain import Chain
 from lab.train.heads import Eagle1, Eagle3, rotations
 from lab.train.target import FrozenTarget
+from plugins.spec_decode._waiting import Waiting
 from tests import draft_heads, rigs
 from tests.spec.whole_text import BASE, SETTINGS, generate, texts_and_drafts
 
@@ -120,6 +123,22 @@ def test_drafts_are_those_of_the_whole_text(tmp_path, monkeypatch, kind, name):
         made = texts_and_drafts(monkeypatch, Eagle, llm, preempts=name == "preempted")
         oracle = Oracle(target, head, kind, llm)
         assert not [(text, ids) for text, ids in made if ids != oracle.drafts(text, len(ids))]
+
+
+@pytest.mark.parametrize("kind", draft_heads.KINDS)
+def test_drafts_are_right_after_steps_that_wanted_none(tmp_path, monkeypatch, kind):
+    """The head then runs over the tokens of several steps at once, those of requests that ended included."""
+    target = rigs.mix(tmp_path / "mix")
+    head = draft_heads.random(tmp_path / "head", target, kind, draft_vocab=None if kind == "eagle1" else 100)
+    waited, calls, take = [], itertools.count(), Waiting.take
+    monkeypatch.setattr(Waiting, "take", lambda self: waited.append(len(self._rows)) or take(self))
+    plain = Fixed.lengths
+    monkeypatch.setattr(Fixed, "lengths", lambda self, rows_R: plain(self, rows_R) * (next(calls) % 4 == 0))
+    with open_llm(target, head, kind) as llm:
+        made = texts_and_drafts(monkeypatch, Eagle, llm, preempts=False)
+        oracle = Oracle(target, head, kind, llm)
+        assert not [(text, ids) for text, ids in made if ids != oracle.drafts(text, len(ids))]
+    assert max(waited) > 1
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])

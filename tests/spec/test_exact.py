@@ -115,3 +115,16 @@ def test_outputs_are_the_targets_with_every_tree(folder, target, tmp_path):
         assert fits([token_ids[:2] for token_ids in found], pairs), name
         assert (found == plain) == is_same, name
         assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"], name
+
+
+@pytest.mark.parametrize("target", ["temperature", "top_k and top_p", "penalties"], indirect=True)
+def test_outputs_are_the_targets_with_the_models_own_module(folder, target, tmp_path):
+    """Drawn drafts give other tokens for the same seeds, of the same distribution; its likeliest ones the same tokens."""
+    params, pairs = target
+    model = draft_heads.mtp(tmp_path / "with", folder, "deepseek")
+    plain, _ = draw(folder, params)
+    for draws in (True, False):
+        found, metrics = draw(model, params, "+spec=mtp", "spec.num_drafts=2", f"spec.draw={draws}")
+        assert fits([token_ids[:2] for token_ids in found], pairs), draws
+        assert (found == plain) == (not draws)
+        assert draws <= metrics["accepted_tokens"] < metrics["draft_tokens"], draws  # random weights' likeliest: few are right

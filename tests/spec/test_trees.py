@@ -60,11 +60,12 @@ REFUSED = [
     ("eagle", {"tree": "static", "choices": [[i] for i in range(64)]}, "has 64 nodes: a tree has 1 to 63"),
     ("eagle", {"tree": "static", "choices": []}, "has 0 nodes: a tree has 1 to 63"),
     ("eagle", {"tree": "static", "choices": [[0], [1]], "num_drafts": 3}, "num_drafts=3, and spec.choices has 2 nodes"),
-    ("eagle", {"choices": [[0]]}, "spec.tree is none. Set spec.tree=static"),
+    ("eagle", {"choices": [[0]]}, "spec.tree is auto. Set spec.tree=static"),
     ("medusa", {"choices": [[0]]}, "spec.tree is none. Set spec.tree=static"),
-    ("eagle", {"depth": 5}, "spec.depth=5 is of a tree, and spec.tree is none. Set spec.tree, or leave it out"),
+    ("eagle", {"depth": 5}, "spec.depth=5 is of a tree, and spec.tree is auto. Set spec.tree, or leave it out"),
     ("medusa", {"depth": 2}, "spec.depth=2 is of a tree, and spec.tree is none"),
-    ("eagle", {"top_k": 4}, "spec.top_k=4 is of a tree, and spec.tree is none. Set spec.tree=dynamic"),
+    ("eagle", {"tree": "none", "top_k": 4}, "spec.top_k=4 is of a tree, and spec.tree is none. Set spec.tree=dynamic"),
+    ("eagle", {"num_drafts": 3, "depth": 2}, "spec.depth=2 is of a tree, and spec.tree is auto"),
     ("eagle", {"tree": "static", "top_k": 4}, "spec.top_k=4 is of a tree, and spec.tree is static"),
     ("eagle", {"tree": "static", "choices": [[0], [0, 0]], "depth": 3}, "spec.depth=3, and spec.choices is 2 deep"),
     ("eagle", {"tree": "dynamic", "choices": [[0]]}, "spec.tree is dynamic. Set spec.tree=static"),
@@ -75,7 +76,11 @@ REFUSED = [
     ("eagle", {"tree": "dynamic", "top_k": 0}, "spec.top_k must be a whole number from 1 to 63 for a tree, got 0"),
     ("eagle", {"tree": "dynamic", "depth": 9, "top_k": 8}, r"run on 64 nodes, \(depth - 1\) \* top_k, and at most 63"),
     ("eagle", {"tree": "dynamic", "depth": 2, "top_k": 2, "num_drafts": 7}, "num_drafts=7: a tree of .* looks at 6 nodes"),
-    ("eagle", {"tree": "dynamik"}, "spec.tree must be one of none, dynamic, static; got 'dynamik'. Did you mean 'dynamic'"),
+    (
+        "eagle",
+        {"tree": "dynamik"},
+        "spec.tree must be one of auto, none, dynamic, static; got 'dynamik'. Did you mean 'dynamic'",
+    ),
 ]
 
 
@@ -108,6 +113,41 @@ def test_what_trees_do_not_go_together_with_is_refused(tmp_path):
     windows = rigs.mix(tmp_path / "windows", "mistral", sliding_window=3)
     message = "trees of depth 3, and a layer of this model sees a window of 3 tokens"
     refused(message, *deep, spec="medusa", folder=windows, head=draft_heads.medusa(tmp_path / "three", 64, 3))
+
+
+def test_without_a_word_of_the_shape_a_tree_is_drafted_where_it_can_be_verified(tmp_path, caplog):
+    target = rigs.mix(tmp_path / "mix")
+    windows = rigs.mix(tmp_path / "windows", "mistral", sliding_window=2)
+    mask = tmp_path / "mask.py"
+    mask.write_text("def causal(b, h, q, k):\n    return k <= q\n")
+    caplog.set_level("INFO", logger="lab")
+
+    def shape(*overrides, folder=target, **options):
+        caplog.clear()
+        head = draft_heads.random(tmp_path / "head", folder, "eagle3")
+        given = [*BASE, f"spec.head={head}", "cache.num_blocks=60", *overrides]
+        with LLM(str(folder), spec="eagle", overrides=given, **options) as llm:
+            proposer = llm.engine._executor._runner._drafting._proposer
+            generate(llm, [[3, 1, 4, 1, 5]], max_tokens=6)
+        said = [text for text in caplog.messages if "drafts are chains" in text]
+        return proposer.num_drafts, proposer.tree_depth, said
+
+    assert shape() == (12, 2, [])
+    assert shape("spec.num_drafts=3") == (3, 0, [])
+    assert shape("spec.tree=none") == (4, 0, [])
+    said = "spec.tree=auto: drafts are chains, not trees: "
+    flex = shape(f"attention.mask_mod={mask}:causal", attention="flex")
+    assert flex[:2] == (4, 0) and flex[2][0].startswith(f"{said}attention plugin 'flex' cannot serve this run: it has no tree")
+    assert shape("debug.batch_invariant=true", "spec.draw=false", attention="flash") == (
+        4,
+        0,
+        [f"{said}debug.batch_invariant=true"],
+    )
+    assert shape("cache.free_behind_window=false", folder=windows) == (
+        4,
+        0,
+        [f"{said}a layer of this model sees a window of 2 tokens"],
+    )
 
 
 def test_the_settings_reach_the_plugin():

@@ -1,4 +1,4 @@
-"""What lies between a decoder's linear layers: as formulas, and on the CPU as own kernels (native/fused.cpp).
+"""What lies between a decoder's linear layers: as formulas, and on the CPU as own kernels (native/).
 
 Left to Inductor, the formulas become C++ that wakes all threads for every loop of every kernel, which for one token takes
 longer than the work, and an exponential and a division that are slow for thousands; and each takes g++ some ten seconds. A
@@ -16,7 +16,7 @@ from lab import native
 log = logging.getLogger("lab")
 
 NAMESPACE = "lab_layers"
-SOURCES = (Path(__file__).parent / "native" / "fused.cpp",)
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("fused.cpp", "top.cpp"))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,9 +63,15 @@ class Formulas:
         """The rows of a table: (T, H). An index outside of it is an error."""
         return functional.embedding(index_T, table_VH)
 
+    def top(self, logits_LV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest entries of each row, the likeliest first: log-probabilities in float32, and int64 ids."""
+        exact_LV = logits_LV.float()
+        top_LK, ids_LK = exact_LV.topk(k, -1)
+        return (top_LK - exact_LV.logsumexp(-1, keepdim=True)).clamp_(max=0.0), ids_LK
+
 
 class Kernels(Formulas):
-    """The same by the operators of native/fused.cpp, opaque to torch.compile."""
+    """The same by the operators in native/, opaque to torch.compile."""
 
     is_native = True
 
@@ -75,6 +81,7 @@ class Kernels(Formulas):
         self.rms_norm, self.add_rms_norm = ops.rms_norm.default, ops.add_rms_norm.default
         self.rotate, self.take_rows = ops.rotate.default, ops.take_rows.default
         self.silu_mul, self.gelu_mul = ops.silu_mul.default, ops.gelu_mul.default
+        self.top = ops.top.default
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
 
