@@ -81,7 +81,9 @@ class TestEveryInstructionSet:
         compare(FLASH, replace(options, num_splits=3), replace(case, num_padding=3))
 
     @pytest.mark.parametrize(
-        ("heads", "head_dim", "block_size"), [((9, 3), 64, 7), ((8, 8), 8, 16), ((17, 1), 80, 24)], ids=str
+        ("heads", "head_dim", "block_size"),
+        [((9, 3), 64, 7), ((8, 8), 8, 16), ((17, 1), 80, 24), ((8, 2), 128, 16)],
+        ids=str,
     )
     def test_shapes(self, options, kv_dtype, heads, head_dim, block_size):  # noqa: F811
         rows = ((63, 1), (64, 1), (17, 40), (130, 4), (0, 1))
