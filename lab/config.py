@@ -54,6 +54,7 @@ class SweepPlan:
     points: list[list[str]]
     swept: list[str]
     directory: str  # hydra.sweep.dir
+    notes: tuple[str, ...] = ()  # what the user must know of the points
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()) -> Settings:
@@ -108,7 +109,33 @@ def plan_sweep(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (),
         for override in axes.values():
             points = [[*point, text] for point in points for text in session.choices(override)]
         swept = [key for key, override in axes.items() if override.is_sweep_override()]
-        return SweepPlan(points, swept, _text(OmegaConf.select(cfg, "hydra.sweep.dir")))
+        points, notes = _fitting_options(points, swept)
+        return SweepPlan(points, swept, _text(OmegaConf.select(cfg, "hydra.sweep.dir")), notes)
+
+
+def _fitting_options(points: list[list[str]], swept: Sequence[str]) -> tuple[list[list[str]], tuple[str, ...]]:
+    """Where a sweep goes over plugins of a kind, an option is for those of them that have it, and points that are then the same
+    are one. An option that none of them has stays, and fails its points.
+    """
+    notes: dict[str, None] = {}
+    for kind in PLUGIN_GROUPS:
+        if f"+{kind}" not in swept:
+            continue
+        known = {entry.name: entry.known_option_names for entry in registry.entries(kind)}
+        chosen = [next(t.partition("=")[2] for t in texts if t.startswith(f"+{kind}=")) for texts in points]
+        lacking: dict[str, list[str]] = {}  # plugins without an option that others have
+        for texts in points:
+            for name in {t.lstrip("+").partition("=")[0] for t in texts if t.startswith(f"++{kind}.")}:
+                option = name.split(".")[1]
+                if any(option in known.get(plugin, ()) for plugin in chosen):
+                    lacking[name] = [p for p in dict.fromkeys(chosen) if p in known and option not in known[p]]
+        for name, plugins in lacking.items():
+            notes |= {f"{name} is not an option of {plugin}: those points run without it": None for plugin in plugins}
+        points = [
+            [t for t in texts if plugin not in lacking.get(t.lstrip("+").partition("=")[0], ())]
+            for texts, plugin in zip(points, chosen, strict=True)
+        ]
+    return [list(texts) for texts in dict.fromkeys(map(tuple, points))], tuple(notes)
 
 
 def normalise(overrides: Sequence[str]) -> list[str]:

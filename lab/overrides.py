@@ -138,6 +138,8 @@ def our_words() -> Iterator[None]:
         group, _, name = str(error.missing_cfg_file or "").rpartition("/")
         raise unknown(group.strip("/") or "config file", name.removesuffix(".yaml"), error.options or ()) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        if unset := re.match(r"Could not delete .*?'(.+?)'", str(error)):
+            raise UserError(f"~{unset[1]}: nothing sets it, so there is nothing to take away. Leave ~{unset[1]} out.") from None
         cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
         raise UserError(f"the settings cannot be composed: {error}{cause}") from None
 

@@ -19,6 +19,27 @@ class TestSweeps:
         assert found == [("eager", 8, 3), ("eager", 16, 3), ("sdpa", 8, 3), ("sdpa", 16, 3)]
         assert plan.swept == ["+attention", "cache.block_size"]
 
+    def test_an_option_is_for_the_plugins_that_have_it(self):
+        plan = plan_sweep(["+spec=none,ngram", "spec.num_drafts=2,4", "seed=3"], multirun=True)
+        found = [(s.spec.name, s.spec.options, s.seed) for s in map(compose, plan.points)]
+        assert found == [("none", {}, 3), ("ngram", {"num_drafts": 2}, 3), ("ngram", {"num_drafts": 4}, 3)]
+        assert plan.notes == ("spec.num_drafts is not an option of none: those points run without it",)
+
+    def test_an_option_that_no_plugin_has_fails(self):
+        plan = plan_sweep(["+spec=none,ngram", "spec.num_draft=2"], multirun=True)
+        assert plan.notes == () and len(plan.points) == 2
+        for point, guess in zip(plan.points, ("Available: none", "Did you mean 'num_drafts'?"), strict=True):
+            with pytest.raises(UserError, match="has no option 'num_draft'") as refusal:
+                compose(point)
+            assert guess in str(refusal.value)
+
+    def test_what_nothing_sets_cannot_be_taken_away(self):
+        for name in ("spec", "spec.num_drafts"):
+            with pytest.raises(UserError) as refusal:
+                compose([f"~{name}"])
+            assert str(refusal.value) == f"~{name}: nothing sets it, so there is nothing to take away. Leave ~{name} out."
+        assert compose(["+spec=ngram", "~spec"]).spec.name == "none"
+
     def test_only_what_varies_is_swept(self):
         plan = plan_sweep(["cache.block_size=8", "seed=3", "hydra.job.name=x"], multirun=True)
         assert len(plan.points) == 1 and plan.swept == []

@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.bench.arrivals import checked_items
 from lab.bench.files import RunLog, write_json
-from lab.bench.profiling import Profile
+from lab.bench.profiling import SECTIONS, Profile
 from lab.bench.progress import ProgressView, progress_view
 from lab.bench.recorder import Recorder, Sinks
 from lab.bench.samples import print_samples
@@ -91,8 +91,8 @@ def run_job(
         exit_code, metrics = ending.exit_code, ending.metrics
         print_samples(job.recorder.shown, screen)
         print_summary(metrics, screen)
-        if metrics.get("profile"):
-            print("\n" + profile_text(metrics["profile"], metrics["roofline"]["disturbance"]), file=screen)
+        for profile in filter(None, map(metrics.get, SECTIONS)):
+            print("\n" + profile_text(profile, metrics["roofline"]["disturbance"]), file=screen)
         print(f"\nrun folder: {folder}", file=screen)
         if ending.error is not None:
             raise ending.error
@@ -166,7 +166,7 @@ def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
             metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
         try:
             if job.profile is not None:
-                metrics["profile"] = job.profile.finish(folder)
+                metrics |= job.profile.finish(folder)
             _keep(job, folder, metrics, exit_code)
         except UserError as mistake:
             exit_code, error = USER_ERROR, error or mistake

@@ -1,4 +1,4 @@
-"""A profiled run (`profile=true`): watches an ordinary engine, and ends in trace.json and the table of a decode step.
+"""A profiled run (`profile=true`): watches an ordinary engine, and ends in trace.json and the tables of two kinds of steps.
 
 The parts of the engine are not changed. Each is asked to let its calls be timed (`watch`), before the first request; without
 profile nothing is watched, and nothing costs anything.
@@ -17,8 +17,19 @@ from lab.engine.engine import Engine
 from lab.engine.stack import Stack
 from lab.errors import UserError
 from lab.metrics.costs import AttentionShape, LinearShape, ModelCosts, StepShape
-from lab.metrics.operators import OperatorRecorder, operator_names
-from lab.metrics.profile import DECODE_STEP, IDLE, EngineTime, Linears, operator_slices, table, watched_steps
+from lab.metrics.operators import Operator, OperatorRecorder, operator_names
+from lab.metrics.profile import (
+    DECODE_STEP,
+    IDLE,
+    PREFILL_STEP,
+    EngineTime,
+    Linears,
+    WatchedStep,
+    largest_prefills,
+    operator_slices,
+    table,
+    watched_steps,
+)
 from lab.metrics.roofline import Floors
 from lab.metrics.trace import Mark, Slice, Trace, Track
 from lab.model.decoder import Decoder
@@ -29,16 +40,34 @@ log = logging.getLogger("lab")
 
 SKIPPED_STEPS = 2  # decode steps before the first one whose operators are recorded
 RECORDED_STEPS = 32  # decode steps whose operators are recorded
+RECORDED_PREFILLS = 8  # steps of prompts alone, of those before the first decode step
 LONGEST_RECORDING = 256  # steps of any kind, from the first to the last of them
+SECTIONS = ("profile", "profile_prefill")  # of metrics.json
 MATRIX_PRODUCTS = frozenset(  # of which a compiler may put one in another's place
     {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::_int_mm", "mkldnn::_linear_pointwise"}
 )
 
 
 def step_name(step: Step) -> str:
-    """`decode step` when every row computes the token sampled last and its drafts, and nothing else is computed."""
+    """What a step is called.
+
+    `decode step`: every row computes the token sampled last and its drafts, and nothing else is computed. `prefill step`: no
+    row does that. `mixed step`: some do.
+    """
     decoding = [chunk.samples and chunk.num_tokens == 1 + chunk.num_drafts for chunk in step.chunks]
-    return DECODE_STEP if all(decoding) else "mixed step" if any(decoding) else "prefill step"
+    return DECODE_STEP if all(decoding) else "mixed step" if any(decoding) else PREFILL_STEP
+
+
+class _Recording:
+    """A span of the run in which operators are recorded: of the steps whose numbers are in `steps`."""
+
+    def __init__(self, device: str) -> None:
+        self.recorder = OperatorRecorder(device)
+        self.steps: list[int] = []
+        self.num_left = LONGEST_RECORDING  # steps of any kind
+
+    def operators(self) -> dict[int, list[Operator]]:
+        return dict(zip(self.steps, self.recorder.operators(), strict=True))
 
 
 class Profile:
@@ -51,14 +80,13 @@ class Profile:
         model: Decoder = engine.model
         log.info("profiling: starting torch's profiler (some seconds)")
         self._linears, self._costs = _linears(model), _costs(engine, model)
-        self._recorder = OperatorRecorder(engine.facts.device)
+        self._prefills, self._decodes = _Recording(engine.facts.device), _Recording(engine.facts.device)
+        self._open: _Recording | None = None
         self._engine_track, self._runner_track = Track("engine"), Track("runner")
         self._trace = Trace([self._engine_track, self._runner_track])
         self._num_decode_steps = 0
-        self._num_steps_left = LONGEST_RECORDING
         self._shape: StepShape | None = None  # of the step in progress
-        self._recorded: list[int] = []  # the numbers of the steps whose operators were recorded
-        self._shapes: dict[int, StepShape] = {}  # of those that did not fail
+        self._shapes: dict[int, StepShape] = {}  # of the steps whose operators were recorded, if they did not fail
         engine.watch(self._watch_engine, self._watch_runner)
         stack.outputs.process = self._watch_engine("output", stack.outputs.process)
 
@@ -77,13 +105,15 @@ class Profile:
         """A sleep that shows on the timeline."""
         return self._watch_engine(IDLE, sleep)
 
-    def finish(self, folder: Path) -> dict[str, Any] | None:
-        """Write trace.json; returns the table, None when no step only decoded. Raises UserError when the disk is full."""
+    def finish(self, folder: Path) -> dict[str, dict[str, Any] | None]:
+        """Write trace.json; returns the SECTIONS: of decode steps and of prefill steps a table, None where there were none.
+
+        Raises UserError when the disk is full.
+        """
         self._engine.on_runner(self._stop)
         path = folder / "trace.json"
         slices = self._runner_track.slices
-        operators = dict(zip(self._recorded, self._recorder.operators(), strict=True))
-        steps = watched_steps(slices, operators, self._shapes)
+        steps = watched_steps(slices, self._prefills.operators() | self._decodes.operators(), self._shapes)
         slices += operator_slices(steps, self._linears)
         try:
             self._trace.write(path)
@@ -92,17 +122,22 @@ class Profile:
         dropped = sum(track.num_dropped for track in self._trace.tracks)
         if dropped:
             log.warning("trace.json ends before the run does: %d more slices were not kept", dropped)
-        if not steps:
+        decodes = [step for step in steps if step.kind == DECODE_STEP]
+        if not decodes:
             log.warning("profile: too few steps only decoded, there is no table of them")
+        return dict(zip(SECTIONS, map(self._table, (decodes, largest_prefills(steps))), strict=True))
+
+    def _table(self, steps: list[WatchedStep]) -> dict[str, Any] | None:
+        if not steps:
             return None
         found = table(steps, self._linears, EngineTime(self._engine_track.slices), self._costs, self._floors)
         watched = sum(1 for step in steps for _ in step.node.walk()) / len(steps)
-        return found | {"watching_ms": watched * _slice_ms(), "unrecorded_runner_ms": self._like(steps[0].shape.num_tokens)}
+        return found | {"watching_ms": watched * _slice_ms(), "unrecorded_runner_ms": self._like(steps[0])}
 
     def _stop(self) -> None:
         """On the runner's thread: no more operators are recorded, and the device's marks can be read."""
-        if self._recorder.is_open:
-            self._recorder.stop()
+        if self._open is not None:
+            self._open.recorder.stop()
         if self._engine.facts.device != "cpu":
             torch.cuda.synchronize()
 
@@ -118,7 +153,7 @@ class Profile:
 
     def _mark(self) -> Mark | None:
         """This moment on the GPU, while operators are recorded."""
-        if not self._recorder.is_open:
+        if self._open is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -127,7 +162,7 @@ class Profile:
     def _noting_shape(self, build: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             batch = build(*args)
-            if not self._recorder.is_open:
+            if self._open is None:
                 return batch
             starts = batch.q_start_R1_cpu.tolist()
             q_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
@@ -140,8 +175,8 @@ class Profile:
         """The runner's `execute` with a slice around it, and with its operators recorded where they are wanted."""
 
         def recorded(step: Step) -> StepResult:
-            self._recorded.append(step.index)
-            with self._recorder.step():
+            self._open.steps.append(step.index)
+            with self._open.recorder.step():
                 return execute(step)
 
         def run(step: Step) -> StepResult:
@@ -161,25 +196,39 @@ class Profile:
         return run
 
     def _is_recorded(self, name: str) -> bool:
-        """Whether the step about to run is one to look into; opens and closes the recording."""
-        recorder = self._recorder
+        """Whether the step about to run is one to look into; opens and closes the recordings."""
         is_decode = name == DECODE_STEP
+        if self._open is not None:
+            self._open.num_left -= 1
+            if self._open.num_left == 0 or self._is_done(is_decode):
+                self._switch(None)
         if is_decode and self._num_decode_steps == SKIPPED_STEPS:
-            self._runner_track.timed("profiler", recorder.start)()
+            self._switch(self._decodes)
+        elif name == PREFILL_STEP and self._num_decode_steps == 0 and not self._prefills.steps:
+            self._switch(self._prefills)
         self._num_decode_steps += is_decode
-        if not recorder.is_open:
-            return False
-        self._num_steps_left -= 1
-        if self._num_decode_steps > SKIPPED_STEPS + RECORDED_STEPS or self._num_steps_left < 0:
-            self._runner_track.timed("profiler", recorder.stop)()  # ends the step before, whose time must not hold this
-        return recorder.is_open and is_decode
+        return self._open is not None and name in (DECODE_STEP, PREFILL_STEP)
 
-    def _like(self, num_tokens: int) -> float | None:
-        """Mean time of the decode steps of so many tokens whose operators were not recorded."""
+    def _is_done(self, is_decode: bool) -> bool:
+        """Whether the open recording has what it is for, before a step that is about to run."""
+        if self._open is self._prefills:
+            return is_decode or len(self._prefills.steps) == RECORDED_PREFILLS
+        return self._num_decode_steps + is_decode > SKIPPED_STEPS + RECORDED_STEPS
+
+    def _switch(self, to: _Recording | None) -> None:
+        """Ends the step before, whose time must not hold this."""
+        if self._open is not None:
+            self._runner_track.timed("profiler", self._open.recorder.stop)()
+        self._open = to
+        if to is not None:
+            self._runner_track.timed("profiler", to.recorder.start)()
+
+    def _like(self, step: WatchedStep) -> float | None:
+        """Mean time of the steps of this kind and so many tokens whose operators were not recorded."""
         times = [
             (s.end_ns - s.begin_ns) / 1e6
             for s in self._runner_track.slices
-            if s.name == DECODE_STEP and s.args["num_tokens"] == num_tokens and s.args["step"] not in self._shapes
+            if s.name == step.kind and s.args["num_tokens"] == step.shape.num_tokens and s.args["step"] not in self._shapes
         ]
         return sum(times) / len(times) if times else None
 

@@ -33,7 +33,7 @@ def check(arguments: Arguments) -> int:
         print(json.dumps({"kind": entry.kind, "name": entry.name, "ok": not failed, "checks": rows}))
     else:
         left_out = sum(bool(r.not_declared) for r in results)
-        rest = f" ({left_out} of {len(results)} checks are of what it does not declare)" if left_out else ""
+        rest = f"; {left_out} of {len(results)} checks were left out: it does not claim what they test" if left_out else ""
         verdict = f"breaks its contract: {len(failed)} of {len(results)} checks failed" if failed else "keeps its contract"
         print(f"\n{entry.kind} plugin '{entry.name}' {verdict}{rest}.")
     return 1 if failed else 0

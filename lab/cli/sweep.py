@@ -107,7 +107,7 @@ class Sweep:
     def run(self, refused: dict[int, str]) -> int:
         """Run every point; `refused` holds, by number, those that cannot be composed. Returns the exit code."""
         self.write()
-        print(f"sweep of {len(self.points)} points in {self.folder}", file=self.out, flush=True)
+        print(f"sweep of {len(self.points)} points in {self.folder}", *self.plan.notes, sep="\n", file=self.out, flush=True)
         interrupted = False
         try:
             for point in self.points:
@@ -223,7 +223,8 @@ def run_sweep(plan: SweepPlan, arguments: Arguments) -> int:
             outcome: Composed | UserError = compose_run(overrides, arguments.config_dirs, point=i)
         except UserError as error:
             outcome = error
-        params = {t.partition("=")[0].lstrip("+"): t.partition("=")[2] for t in swept}
+        values = {t.partition("=")[0]: t.partition("=")[2] for t in swept}
+        params = {key.lstrip("+"): values.get(key, "") for key in plan.swept}
         composed.append((overrides, params, outcome))
     errors = [outcome for _, _, outcome in composed if isinstance(outcome, UserError)]
     if len(errors) == len(composed):

@@ -165,7 +165,7 @@ class Proposer(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
     observes: ClassVar[bool] = False  # whether it wants `observe`
-    num_drafts: int  # the most it ever proposes for a row
+    num_drafts: int  # the most it ever proposes for a row; like tree_depth known from its options, before bind
     tree_depth: int = 0  # of the deepest tree that it proposes; 0: its drafts are chains
     num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind

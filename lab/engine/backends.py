@@ -33,26 +33,10 @@ def backends_of(
 
     `drafts`: the features that drafts ask for.
     """
-    name = settings.cache.dtype
-    kv_dtype = dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name)
     of_spec: dict[AttentionSpec, Attention] = {}
     backends = []
     for layer in layers:
-        spec = AttentionSpec(
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            scale=layer.scale,
-            block_size=settings.cache.block_size,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
-            kv_scales=kv_scales(settings.cache),
-            batch_invariant=settings.debug.batch_invariant,
-            has_sinks=layer.sinks_N is not None,
-        )
+        spec = _spec_of(settings, layer, dtype, device)
         if spec not in of_spec:
             resolved = resolve("attention", settings.attention, _attention_needs(spec, drafts))
             key = "attention" if "attention" not in chosen else f"attention.{len(of_spec)}"
@@ -60,6 +44,37 @@ def backends_of(
             of_spec[spec] = resolved.make(spec)
         backends.append(of_spec[spec])
     return backends
+
+
+def resolve_for_shapes(
+    settings: Settings, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, drafts: set[str]
+) -> Resolved:
+    """The plugin of the first layer, once it is known that there is one for every shape of layer: before any weight is read.
+
+    Raises:
+        UserError: as `backends_of`.
+    """
+    specs = dict.fromkeys(_spec_of(settings, layer, dtype, device) for layer in layers)
+    return [resolve("attention", settings.attention, _attention_needs(spec, drafts)) for spec in specs][0]
+
+
+def _spec_of(settings: Settings, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+    name = settings.cache.dtype
+    return AttentionSpec(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        scale=layer.scale,
+        block_size=settings.cache.block_size,
+        dtype=dtype,
+        kv_dtype=dtype if name == "auto" else DTYPES[name] if name in DTYPES else getattr(torch, name),
+        device=device,
+        sliding_window=layer.sliding_window,
+        softcap=layer.softcap,
+        kv_scales=kv_scales(settings.cache),
+        batch_invariant=settings.debug.batch_invariant,
+        has_sinks=layer.sinks_N is not None,
+    )
 
 
 def draft_backends_of(

@@ -18,7 +18,7 @@ from lab.compile.compiler import TracedPlugin
 from lab.compile.setup import Compiled, compile_for_run, compile_heads, graph_store, num_compilations
 from lab.contracts.draft_length import DraftLength
 from lab.contracts.spec import Proposer
-from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name
+from lab.engine.backends import asked_by_drafts, backends_of, draft_backends_of, dtype_name, resolve_for_shapes
 from lab.engine.drafts import check_layers_fit, check_trees_fit, tree_obstacle
 from lab.engine.engine import CompileFacts, Engine, EngineFacts
 from lab.engine.executor import InProcessExecutor
@@ -30,6 +30,7 @@ from lab.kv.scales import Ranges, fixed_scales, ranges_of
 from lab.kv.sizing import num_blocks_for
 from lab.kv.store import KVStore, bytes_per_block
 from lab.model.config import ModelConfig, read_config
+from lab.model.decoder import attention_layer
 from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
@@ -61,11 +62,13 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     common = {"device": device.type, "dtype": dtype_name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
     proposer = chosen["spec"].make()
+    shapes = [attention_layer(config, layer, "") for layer in range(config.num_layers)]
+    likely = resolve_for_shapes(settings, shapes, dtype, device, asked_by_drafts(proposer))
+    check_trees_fit(settings, shapes, proposer)
     if device.type == "cpu":
-        native.build_ahead(_libraries(settings, chosen, common))
+        native.build_ahead(_libraries(settings, chosen, likely), {tape.NAMESPACE: tape.FLAGS})
     model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
-    check_trees_fit(settings, model.attention_layers, proposer)
     backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer))
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
@@ -229,9 +232,8 @@ def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, A
     }
 
 
-def _libraries(settings: Settings, chosen: dict[str, Resolved], common: dict[str, Any]) -> dict[str, Sequence[Path]]:
-    """The C++ that the run will load. Which attention it gets is known for certain only with the model's layers."""
-    likely = resolve("attention", settings.attention, Needs(**common))
+def _libraries(settings: Settings, chosen: dict[str, Resolved], likely: Resolved) -> dict[str, Sequence[Path]]:
+    """The C++ that the run will load; `likely` is the attention of its first layer."""
     libraries = {LAYERS_LIBRARY: LAYERS_SOURCES, **chosen["quant"].entry.load().libraries, **likely.entry.load().libraries}
     return libraries if settings.compile.mode == "none" else {**libraries, tape.NAMESPACE: tape.SOURCES}
 

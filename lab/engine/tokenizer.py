@@ -42,7 +42,8 @@ def check_text(text: str, where: str) -> None:
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """The token ids of `text`. Raises UserError for a character that the vocabulary cannot spell."""
     try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # not verbose: it would warn of texts longer than the model's context, which are refused where they are too long
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
     except Exception as error:
         if type(error) is not Exception:  # the tokenizers package raises the bare type, and nothing of ours does
             raise
@@ -62,12 +63,20 @@ def encode_chat(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise UserError(f"messages[{i}] must be {{'role': ..., 'content': ...}}, got {_shortened(message)}.")
         _check_texts(message, f"messages[{i}]")
+        _check_parts(message["content"], f"messages[{i}].content")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise UserError(f"the model's chat template refuses these messages: {error}") from None
     check_text(text, "what the chat template made of the messages")
     return encode(tokenizer, text, add_special_tokens=False)  # the template has written the special tokens
+
+
+def _check_parts(content: Any, where: str) -> None:
+    """Refuse what is no text among the parts of a message: a template would leave its place empty."""
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            raise UserError(f"{where}[{i}] is of type {part['type']!r}: lab takes text only.")
 
 
 def _check_texts(value: Any, where: str) -> None:

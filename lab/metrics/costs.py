@@ -81,7 +81,7 @@ class ModelCosts:
 
     def _attend(self, layer: AttentionShape, step: StepShape) -> Cost:
         seen = [ctx if layer.window is None else min(ctx, layer.window) for ctx in step.ctx_lens]
-        pairs = sum(q_len * ctx for q_len, ctx in zip(step.q_lens, seen, strict=True))
+        pairs = sum(_pairs(q_len, ctx, layer.window) for q_len, ctx in zip(step.q_lens, step.ctx_lens, strict=True))
         width = layer.num_heads * layer.head_dim
         return Cost(sum(seen) * layer.kv_bytes_per_token + 2 * step.num_tokens * width * self.itemsize, 4 * width * pairs)
 
@@ -94,3 +94,12 @@ class ModelCosts:
         elements = model.num_layers * (2 * norm + rotated + activation) + 2 * model.hidden_size + norm
         operations = model.num_layers * (2 * 5 * model.hidden_size + 3 * rotated + 5 * model.intermediate_size)
         return Cost(num_tokens * elements * self.itemsize, num_tokens * operations)
+
+
+def _pairs(q_len: int, ctx_len: int, window: int | None) -> int:
+    """How many keys the last `q_len` tokens of a context see together, each those up to its own."""
+    first = ctx_len - q_len + 1  # seen by the first of them
+    if window is None or ctx_len <= window:
+        return q_len * (first + ctx_len) // 2
+    num_full = min(q_len, ctx_len - window + 1)  # those that see as many as the window holds
+    return num_full * window + (q_len - num_full) * (first + window - 1) // 2

@@ -1,4 +1,6 @@
-"""Where the time of a decode step goes: from the slices of a trace and the operators of some steps to a table. Torch-free.
+"""Where the time of a step goes: from the slices of a trace and the operators of some steps to a table. Torch-free.
+
+There is a table of steps that only decode, and one of steps that only compute prompts.
 
 A step lasts from the moment the runner takes it to the moment it takes the next one, idle waiting for requests left out. The
 parts are disjoint and add up to it: each slice counts without those nested in it, an operator without the rest of its piece.
@@ -15,7 +17,7 @@ from lab.metrics.costs import ATTEND, ELEMENTWISE, LM_HEAD, SAMPLE, WRITE, Cost,
 from lab.metrics.roofline import Floors
 from lab.metrics.trace import Node, Slice, nested
 
-DECODE_STEP = "decode step"
+DECODE_STEP, PREFILL_STEP = "decode step", "prefill step"
 OTHER, GRAPHS, LINEARS = "other", "graphs", "linears"
 MODEL, PIECE = "model", "piece"  # slices that hold operators: the whole forward pass, and a compiled piece of it
 PART_OF = {  # slices on the runner's track
@@ -67,7 +69,7 @@ class Linears:
         """Those operators that are linear layers."""
         return [operator for operator in operators if operator.name in self.operators]
 
-    def is_complete(self, step: "DecodeStep") -> bool:
+    def is_complete(self, step: "WatchedStep") -> bool:
         """Whether each layer has an operator in this step."""
         return len(self.pick(op for op, _ in step.of_model())) == len(self.names)
 
@@ -81,13 +83,17 @@ class Linears:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
+class WatchedStep:
     """A watched step: its slices, its operators, its shape, and when the runner took the next step."""
 
     node: Node
     operators: Sequence[Timed]
     shape: StepShape
     next_ns: int
+
+    @property
+    def kind(self) -> str:
+        return self.node.slice.name
 
     def of_model(self) -> list[tuple[Timed, str]]:
         """The operators of the forward pass without attention's, each with the kind of slice it is in."""
@@ -116,8 +122,8 @@ class EngineTime:
 
 def watched_steps(
     slices: Sequence[Slice], operators: Mapping[int, Sequence[Timed]], shapes: Mapping[int, StepShape]
-) -> list[DecodeStep]:
-    """The decode steps whose operators were recorded, in order; one that nothing follows has no known end and is left out.
+) -> list[WatchedStep]:
+    """The steps whose operators were recorded, in order; one that nothing follows has no known end and is left out.
 
     `operators` and `shapes` are theirs by the number of the step, which stands in the slice's args.
     """
@@ -126,11 +132,21 @@ def watched_steps(
     for place, node in enumerate(roots[:-1]):
         number = node.slice.args["step"] if node.slice.args else None
         if number in shapes:
-            found.append(DecodeStep(node, operators[number], shapes[number], roots[place + 1].slice.begin_ns))
+            found.append(WatchedStep(node, operators[number], shapes[number], roots[place + 1].slice.begin_ns))
     return found
 
 
-def parts_of(step: DecodeStep, linears: Linears, engine: EngineTime) -> Counter[str]:
+def largest_prefills(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
+    """Of the steps that only computed prompts those with the most tokens; the first one, which memory and caches are new to,
+    only if there is no other.
+    """
+    prefills = [step for step in steps if step.kind == PREFILL_STEP]
+    most = max((step.shape.num_tokens for step in prefills), default=0)
+    found = [step for step in prefills if step.shape.num_tokens == most]
+    return found[1:] if len(found) > 1 and found[0] is prefills[0] else found
+
+
+def parts_of(step: WatchedStep, linears: Linears, engine: EngineTime) -> Counter[str]:
     """Milliseconds of each part of one step."""
     parts: Counter[str] = Counter()
     for node in step.node.walk():
@@ -148,7 +164,7 @@ def parts_of(step: DecodeStep, linears: Linears, engine: EngineTime) -> Counter[
     return parts
 
 
-def operator_slices(steps: Sequence[DecodeStep], linears: Linears) -> Iterator[Slice]:
+def operator_slices(steps: Sequence[WatchedStep], linears: Linears) -> Iterator[Slice]:
     """The operators of the steps' forward passes as slices of the runner's track, linear layers by their names."""
     for step in steps:
         inside = [op for op, _ in step.of_model()]
@@ -165,9 +181,9 @@ def _kind(node: Node) -> str:
 
 
 def table(
-    steps: Sequence[DecodeStep], linears: Linears, engine: EngineTime, costs: ModelCosts, floors: Floors
+    steps: Sequence[WatchedStep], linears: Linears, engine: EngineTime, costs: ModelCosts, floors: Floors
 ) -> dict[str, Any]:
-    """The `profile` section of metrics.json, from at least one step; all figures are means over the steps.
+    """A `profile` section of metrics.json, from at least one step, all of one kind; the figures are means over the steps.
 
     When the thread is interrupted at a bad moment, an operator may seem to lie in another slice. Steps where one of the
     linear layers is missing are left out, unless that is so in all of them.
@@ -184,10 +200,11 @@ def table(
         reads_logits = any(node.slice.name == SAMPLE for node in step.node.walk())
         for name, cost in costs.of_step(step.shape, reads_logits=reads_logits).items():
             spent[name] = spent.get(name, Cost()) + cost
-        floor_ms += floors.step_s(step.shape.num_tokens, sum(step.shape.ctx_lens)) * 1e3
+        floor_ms += floors.step_s(0, sum(step.shape.ctx_lens)) * 1e3
     merged = _merged(spent, ms)
     total_ms = ms.total() / num
     total = sum((cost for name, cost in merged.items() if name in ms), Cost())
+    floor_ms = max(floor_ms / num, total.flops / num / floors.peak_flops * 1e3)
     hidden.pop(IDLE, None)
     return {
         "steps": [step.node.slice.args["step"] for step in steps],
@@ -198,7 +215,7 @@ def table(
         "modes": dict(Counter(step.node.slice.args["mode"] for step in steps)),
         "bandwidth_gb_s": floors.bandwidth / 1e9,
         "peak_gflop_s": floors.peak_flops / 1e9,
-        "total": {**_line("decode step", total_ms, total_ms, _over(total, num), floors), "floor_ms": floor_ms / num},
+        "total": {**_line(steps[0].kind, total_ms, total_ms, _over(total, num), floors), "floor_ms": floor_ms},
         "parts": [
             _line(name, ms[name] / num, total_ms, _over(merged[name], num) if name in merged else None, floors)
             for name in _ordered(ms, linears)

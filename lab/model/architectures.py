@@ -28,6 +28,7 @@ class Architecture:
     output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
     norm_offset: bool = False  # norms multiply by one more than the checkpoint's weight
     scaled_embedding: bool = False  # embeddings are multiplied by the root of their size
+    image_parts: tuple[str, ...] = ()  # parts of the checkpoint that are for images; the decoder is its text part
     local_theta: float | None = None  # layers with a window have a rope of their own, of this base by default
 
 
@@ -94,6 +95,7 @@ _GEMMA3 = replace(
     rope_kinds=frozenset({"default", "linear"}),
     local_theta=1e4,
 )
+_GEMMA3_WITH_IMAGES = replace(_GEMMA3, name="gemma3", image_parts=("vision_tower", "multi_modal_projector"))
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _LLAMA,
@@ -104,6 +106,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Phi3ForCausalLM": _PHI3,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3_WITH_IMAGES,
 }
 OF_MODEL_TYPE = {architecture.name: hf_name for hf_name, architecture in ARCHITECTURES.items()}
 

@@ -14,6 +14,15 @@ from lab.errors import UserError, unknown
 from lab.model.architectures import Architecture, find_architecture
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+OF_WHOLE_MODEL = (
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -71,6 +80,7 @@ class ModelConfig:
     norm_offset: bool = False  # norms multiply by one more than the checkpoint's weight
     scaled_embedding: bool = False  # embeddings are multiplied by the root of hidden_size
     local_rope: RopeConfig | None = None  # of the layers with a window, where they have one of their own
+    image_parts: tuple[str, ...] = ()  # parts of the checkpoint that are for images and are left out
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json
 
     @property
@@ -88,9 +98,19 @@ def read_config(folder: Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     raw = read_json(path)
     _, architecture = find_architecture(raw, str(path))
+    if architecture.image_parts:
+        raw = _text_part(path, raw)
     generation_path = Path(folder) / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return _Reader(path, raw, architecture).config(_eos_ids(generation, generation_path))
+
+
+def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The values of the text part of a model that takes images too; what is said of the whole model goes first."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{path}: 'text_config' must be an object: the text part's values.")
+    return {**text, **{name: value for name, value in raw.items() if name in OF_WHOLE_MODEL}}
 
 
 def read_config_as(architecture: str, path: Path, raw: dict[str, Any]) -> ModelConfig:
@@ -168,6 +188,7 @@ class _Reader:
             norm_offset=architecture.norm_offset,
             scaled_embedding=architecture.scaled_embedding,
             local_rope=local_rope,
+            image_parts=architecture.image_parts,
             raw=self.raw,
         )
 

@@ -49,6 +49,20 @@ class Build:
         return RMSNorm(name, size, config.rms_norm_eps, self.dtype, self.device, self.fused, has_offset=config.norm_offset)
 
 
+def attention_layer(config: ModelConfig, layer: int, at: str) -> AttentionLayer:
+    """The attention of layer number `layer`, known to the checkpoint as `at`."""
+    return AttentionLayer(
+        layer,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        scale=config.attention_scale or config.head_dim**-0.5,
+        sliding_window=config.layer_windows[layer],
+        softcap=config.attention_softcap,
+        name=at,
+    )
+
+
 class SelfAttention(nn.Module):
     """Projections, rotary positions and the attention layer."""
 
@@ -66,16 +80,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = build.linear(f"{at}.qkv_proj", in_features or config.hidden_size, parts, bias=config.qkv_bias)
         self.q_norm = build.norm(f"{at}.q_norm", self.head_dim) if config.qk_norm else None
         self.k_norm = build.norm(f"{at}.k_norm", self.head_dim) if config.qk_norm else None
-        self.attention = AttentionLayer(
-            layer,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            scale=config.attention_scale or self.head_dim**-0.5,
-            sliding_window=config.layer_windows[layer],
-            softcap=config.attention_softcap,
-            name=at,
-        )
+        self.attention = attention_layer(config, layer, at)
         o_parts = ((f"{at}.o_proj", config.hidden_size),)
         self.o_proj = build.linear(f"{at}.o_proj", q_rows, o_parts, bias=config.output_bias)
 

@@ -1,7 +1,8 @@
 """GGUF files as checkpoints: their tensors by transformers' names, dequantized on load.
 
 The llama family's query and key rows are stored for the other rotary layout, in which a rotated pair lies side by side;
-they are put back in transformers' order, where a pair is half a head apart.
+they are put back in transformers' order, where a pair is half a head apart. Gemma's norms are stored with the one added that
+its checkpoints leave out (llama.cpp, convert_hf_to_gguf.py); it is taken off again.
 """
 
 import re
@@ -30,6 +31,11 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LAYER_NAMES_WITH_OUTPUT_NORMS = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Rotary factors are tensors in GGUF; they belong to the config, which reads them itself.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -42,7 +48,7 @@ class GgufCheckpoint(Checkpoint):
         super().__init__()
         self.file = GgufFile(path)
         self.config = config
-        self._name_of = {hf_name(name, config.fused_checkpoint): name for name in self.file.tensors}
+        self._name_of = {hf_name(name, config): name for name in self.file.tensors}
         for name in CONFIG_TENSORS:
             self._name_of.pop(name, None)
         # the file says itself whether its rows are permuted: by the family it was converted as
@@ -57,6 +63,8 @@ class GgufCheckpoint(Checkpoint):
         order = None if num_heads is None else torch.from_numpy(unpermuted(out.shape[0], num_heads)).to(out.device)
         if out.dim() == 1:
             values = np.concatenate([chunk[0] for _, chunk in self.file.dequantized(tensor.name)])
+            if self.config.norm_offset and name.endswith("norm.weight"):
+                values = values - 1
             exact = torch.from_numpy(values).to(out.device, out.dtype)
             out.copy_(exact) if order is None else out.index_copy_(0, order, exact)
             return
@@ -100,12 +108,13 @@ def unpermuted(num_rows: int, num_heads: int) -> np.ndarray:
     return place.swapaxes(1, 2).reshape(num_rows)
 
 
-def hf_name(name: str, fused: bool) -> str:
+def hf_name(name: str, config: ModelConfig) -> str:
     """The name transformers gives a tensor; a name that is not of the family's is returned as it is."""
     if match := _LAYER.fullmatch(name):
         layer, part, suffix = match.groups()
-        if part in _LAYER_NAMES:
-            target = "mlp.gate_up_proj" if fused and part == "ffn_up" else _LAYER_NAMES[part]
+        names = _LAYER_NAMES_WITH_OUTPUT_NORMS if config.output_norms else _LAYER_NAMES
+        if part in names:
+            target = "mlp.gate_up_proj" if config.fused_checkpoint and part == "ffn_up" else names[part]
             return f"model.layers.{layer}.{target}.{suffix}"
     base, _, suffix = name.rpartition(".")
     return f"{_GLOBAL_NAMES[base]}.{suffix}" if base in _GLOBAL_NAMES else name

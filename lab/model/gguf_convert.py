@@ -14,7 +14,9 @@ from lab.model.architectures import OF_MODEL_TYPE
 from lab.model.config import read_config
 from lab.model.gguf_file import FLOAT_TYPES, GgufFile
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")  # Mistral is converted to GGUF as llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # Mistral is converted to GGUF as llama
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where transformers has another name: the file is the text part alone
+GEMMA_BLOCKS_OF_27B = {"gemma2": 46, "gemma3": 62}
 _DTYPE_OF = {"F32": "float32", "F16": "float16"}
 # The vocabulary was made with every digit on its own; without that, runs of spaces before a digit split otherwise.
 _DIGITS_APART = {
@@ -87,8 +89,8 @@ def _config(file: GgufFile, dtype: str | None) -> dict[str, Any]:
     heads = value("attention.head_count")
     head_dim = value("attention.key_length", value("embedding_length") // heads)
     config = {
-        "architectures": [OF_MODEL_TYPE[name]],
-        "model_type": name,
+        "architectures": [OF_MODEL_TYPE[MODEL_TYPES.get(name, name)]],
+        "model_type": MODEL_TYPES.get(name, name),
         "vocab_size": embedding.shape[0],
         "hidden_size": value("embedding_length"),
         "intermediate_size": value("feed_forward_length"),
@@ -109,9 +111,30 @@ def _config(file: GgufFile, dtype: str | None) -> dict[str, Any]:
     if name == "phi3":
         config["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim
         config["original_max_position_embeddings"] = value("rope.scaling.original_context_length", value("context_length"))
+    if name in GEMMA_BLOCKS_OF_27B:
+        config |= _gemmas(values, name, config)
     for key, source in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         config[key] = values.get(f"tokenizer.ggml.{source}_token_id")
     return config
+
+
+def _gemmas(values: dict[str, Any], name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma's config.json has besides. Which layers have the window, and their rope, no file says: it is as published.
+
+    The scale of the scores is not in the file either: llama.cpp, too, tells the 27B models by their blocks.
+    """
+    del config["hidden_act"]
+    is_27b = config["num_hidden_layers"] == GEMMA_BLOCKS_OF_27B[name]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    own = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+        "attn_logit_softcapping": values.get(f"{name}.attn_logit_softcapping"),
+        "final_logit_softcapping": values.get(f"{name}.final_logit_softcapping"),
+    }
+    if name == "gemma3":
+        own["rope_theta"] = _shortest(values.get("gemma3.rope.freq_base", 1e6))
+    return own
 
 
 def _rope_scaling(file: GgufFile, name: str) -> dict[str, Any] | None:
@@ -204,6 +227,8 @@ def _check_tokenizer(file: GgufFile, folder: Path, tokens: list[str]) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
+    if file.metadata["general.architecture"] in GEMMA_BLOCKS_OF_27B:  # stores runs of spaces as such
+        tokens = ["\u2581" * len(token) if token and not token.strip(" ") else token for token in tokens]
     different = [i for i, (ours, theirs) in enumerate(zip(found, tokens, strict=True)) if ours != theirs]
     if different:
         i = different[0]

@@ -128,7 +128,7 @@ def open_checkpoint(folder: Path, config: ModelConfig, load_format: str) -> Chec
         return DummyCheckpoint()
     gguf_files = sorted(folder.glob("*.gguf"))
     if load_format in ("auto", "safetensors") and find_files(folder):
-        return SafetensorsCheckpoint(folder)
+        return SafetensorsCheckpoint(folder, config.image_parts)
     if load_format in ("auto", "gguf") and gguf_files:
         if len(gguf_files) > 1:
             names = ", ".join(path.name for path in gguf_files)

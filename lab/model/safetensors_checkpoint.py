@@ -6,6 +6,7 @@ before anything is read (format: https://github.com/huggingface/safetensors#form
 """
 
 import json
+import logging
 import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from lab.errors import UserError
 from lab.model.checkpoint import Checkpoint, check_fit
 from lab.model.config import read_json
+
+log = logging.getLogger("lab")
 
 INDEX_NAME = "model.safetensors.index.json"
 _CHUNK_BYTES = 4 << 20  # copied at a time
@@ -86,9 +89,13 @@ class SafetensorsFile:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """All the tensors of a folder's safetensors files."""
+    """All the tensors of a folder's safetensors files.
 
-    def __init__(self, folder: Path) -> None:
+    Of a model that takes images too, `image_parts` are left out, and the text part's tensors have the names that a model of
+    text alone gives them.
+    """
+
+    def __init__(self, folder: Path, image_parts: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.where = folder
         self._files: dict[str, SafetensorsFile] = {}
@@ -98,6 +105,17 @@ class SafetensorsCheckpoint(Checkpoint):
         else:
             self._files = {path.name: SafetensorsFile(path) for path in paths}
             self._file_of = {name: file for file in self._files.values() for name in file.entries}
+        if image_parts:
+            self._keep_text(image_parts)
+
+    def _keep_text(self, image_parts: tuple[str, ...]) -> None:
+        before = len(self._file_of)
+        for file in self._files.values():
+            named = ((text_name(name, image_parts), entry) for name, entry in file.entries.items())
+            file.entries = {name: entry for name, entry in named if name is not None}
+        self._file_of = {name: file for file in self._files.values() for name in file.entries}
+        parts = ", ".join(image_parts)
+        log.info("%d tensors for images (%s) are left out: only the text part runs", before - len(self._file_of), parts)
 
     def _open_shards(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -135,6 +153,19 @@ class SafetensorsCheckpoint(Checkpoint):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def text_name(name: str, image_parts: tuple[str, ...]) -> str | None:
+    """What a model of text alone calls a tensor of one that takes images too, in either of the published spellings:
+    `language_model.model.norm` or `model.language_model.norm`. None: it is for images.
+    """
+    bare = name.removeprefix("model.")
+    if bare.startswith(tuple(f"{part}." for part in image_parts)):
+        return None
+    if not bare.startswith("language_model."):
+        return name
+    rest = bare.removeprefix("language_model.")
+    return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 def find_files(folder: Path) -> list[Path]:

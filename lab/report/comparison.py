@@ -47,11 +47,13 @@ class Report:
         widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
         text = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in cells]
         text.insert(1, f"| {' | '.join('-' * width for width in widths)} |")
-        return "\n".join([f"# {self.title}", "", *text, "", *self._notes(), ""])
+        above = [f"All runs: {', '.join(alike)}.", ""] if (alike := self._alike_as_text()) else []
+        return "\n".join([f"# {self.title}", "", *above, *text, "", *self._notes(), ""])
 
     def html(self) -> str:
         header, lines = self._table()
-        body = ["<table>", f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>"]
+        body = [f"<p>All runs: {escape(', '.join(alike))}.</p>"] if (alike := self._alike_as_text()) else []
+        body += ["<table>", f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>"]
         for row, line in zip(self.rows, lines, strict=True):
             kind = "" if row.status == "ok" else ' class="failed"'
             link = escape(os.path.relpath(row.folder, self.folder), quote=True)
@@ -65,6 +67,8 @@ class Report:
     def _table(self) -> tuple[list[str], list[list[str]]]:
         params = list(dict.fromkeys(name for row in self.rows for name in row.params))
         figures = [(name, place) for name, place in FIGURES if any(_at(row.metrics, place) is not None for row in self.rows)]
+        alike = self._alike()
+        params = [name for name in params if name not in alike]
         told = any(row.reason for row in self.rows)
         header = ["run", *params, "status", *(name for name, _ in figures), "tokens", *(["reason"] if told else [])]
         lines = []
@@ -74,6 +78,16 @@ class Report:
             reason = [" ".join(row.reason.split())] if told else []
             lines.append([str(number), *(row.params.get(name, "") for name in params), row.status, *shown, tokens, *reason])
         return header, lines
+
+    def _alike(self) -> dict[str, str]:
+        """The settings that all of several runs have alike: they would be columns that say nothing."""
+        if len(self.rows) < 2:
+            return {}
+        first = self.rows[0].params
+        return {name: value for name, value in first.items() if all(row.params.get(name) == value for row in self.rows)}
+
+    def _alike_as_text(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self._alike().items()]
 
     def _notes(self) -> list[str]:
         notes = ["Times are in ms. `tokens` compares the output of every request with that of the first run that has any."]

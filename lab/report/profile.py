@@ -1,4 +1,4 @@
-"""The profile of a decode step as a Markdown table. Torch-free."""
+"""The profile of a kind of step as a Markdown table. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ NAMES = {
 
 
 def profile_text(profile: Mapping[str, Any], disturbance: str | None = None) -> str:
-    """The `profile` section of metrics.json: a Markdown table, and what it is of.
+    """A `profile` section of metrics.json: a Markdown table, and what it is of.
 
     `disturbance` is what kept the device's limits from being measured well.
     """
@@ -35,8 +35,9 @@ def profile_text(profile: Mapping[str, Any], disturbance: str | None = None) -> 
 def _described(profile: Mapping[str, Any], disturbance: str | None) -> str:
     modes = ", ".join(profile["modes"])
     requests = "1 request" if profile["num_requests"] == 1 else f"{profile['num_requests']:.3g} requests"
+    num, kind = len(profile["steps"]), profile["total"]["name"]
     text = (
-        f"Mean of {len(profile['steps'])} decode steps (mode {modes}) of {requests} with "
+        f"Mean of {num} {kind}{'s' * (num != 1)} (mode {modes}) of {requests} with "
         f"{profile['context']:.0f} tokens of context each, against {profile['bandwidth_gb_s']:.1f} GB/s and "
         f"{profile['peak_gflop_s']:.0f} GFLOP/s as measured"
     )

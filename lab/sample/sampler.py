@@ -42,6 +42,12 @@ class _Layout:
     positions_L: np.ndarray  # index among the request's outputs
     starts: np.ndarray  # first logit row of each request
 
+    def places(self, some: np.ndarray) -> np.ndarray:
+        """Of each logit row its place among `some` of them, -1 where it is not there."""
+        place_L = np.full(len(self.rows_L), -1)
+        place_L[some] = np.arange(len(some))
+        return place_L
+
 
 class Sampler:
     """Keeps what each row needs for sampling, and chooses the tokens of a step."""
@@ -201,8 +207,7 @@ class Sampler:
         self, x_WV: Tensor, layout: _Layout, drafts: list[list[int]], work: np.ndarray, trees: Sequence[Tree | None]
     ) -> None:
         """Apply the edits of all requests to their logit rows among `work`, in place."""
-        place_L = np.full(len(layout.rows_L), -1)
-        place_L[work] = np.arange(len(work))
+        place_L = layout.places(work)
         batch = EditBatch(self._vocab_size)
         for start, draft_ids, tree in zip(layout.starts.tolist(), drafts, trees, strict=True):
             row = int(layout.rows_L[start])
@@ -251,8 +256,7 @@ class Sampler:
         trees: Sequence[Tree | None],
     ) -> None:
         """As `_reject`, for the requests whose drafts are trees."""
-        place_L = np.full(len(layout.rows_L), -1)
-        place_L[drawn] = np.arange(len(drawn))
+        place_L = layout.places(drawn)
         found, rows_L, requests = [], [], []
         for index, (start, tree, draft_ids) in enumerate(zip(layout.starts.tolist(), trees, drafts, strict=True)):
             if tree is not None and place_L[start] >= 0:

@@ -85,6 +85,29 @@ def test_a_profiled_run_is_the_same_run_with_a_table_that_adds_up(run, compiled,
     assert profile["runner_ms"] >= sum(line["ms"] for line in decode) / len(decode)  # a slice encloses the runner's own watch
     assert ("scheduler" in parts) or is_async
     assert "| decode step " in shown and "| qkv_proj " in shown
+    assert "| prefill step " in shown and outcome.metrics["profile_prefill"]["modes"] == {mode: 1}
+
+
+def test_steps_of_prompts_alone_have_a_table_of_their_own(run, monkeypatch):
+    scheduler = SchedulerSettings(max_num_batched_tokens=8)
+    given = {"profile": True, "scheduler": scheduler, "sampling": SAMPLING}
+    prompt = {"prompt": ALPHABET[:52]}
+    outcome = run([prompt], **given)
+    profile, steps = outcome.metrics["profile_prefill"], outcome.lines("steps")
+    assert [line["num_tokens"] for line in steps[:8]] == [8] * 6 + [4, 1]
+    assert profile["steps"] == [steps[i]["step"] for i in range(1, 6)]  # neither the first nor a smaller one
+    assert (profile["num_tokens"], profile["num_requests"], profile["context"]) == (8, 1, 32)
+    parts = {part["name"]: part for part in profile["parts"]}
+    assert set(parts) >= LAYERS | {"batch", "plan", "elementwise", "attention write", "attention attend"}
+    assert all(parts[name]["ms"] > 0 for name in LAYERS)
+    assert sum(part["ms"] for part in parts.values()) == pytest.approx(profile["total"]["ms"])
+    assert profile["total"]["name"] == "prefill step" and outcome.metrics["profile"]["total"]["name"] == "decode step"
+    decode = {part["name"]: part["flops"] for part in outcome.metrics["profile"]["parts"] if part["name"] in LAYERS}
+    assert all(parts[name]["flops"] == 8 * decode[name] for name in LAYERS)
+    monkeypatch.setattr(profiling, "RECORDED_PREFILLS", 3)
+    fewer = run([prompt], **given).metrics
+    assert len(fewer["profile_prefill"]["steps"]) == 2 and fewer["profile_prefill"]["unrecorded_runner_ms"] > 0
+    assert len(fewer["profile"]["steps"]) == len(outcome.metrics["profile"]["steps"])
 
 
 @pytest.mark.parametrize(("mode", "is_async"), [*product(("none", "piecewise"), (True, False))])
@@ -138,7 +161,7 @@ def test_the_recording_ends_though_the_run_goes_on_and_though_it_does_not(run, m
 
 def test_a_run_without_decode_steps_has_a_timeline_and_no_table(run):
     outcome = run([{"prompt": "ABC"}], profile=True, sampling={"max_tokens": 1})
-    assert outcome.code == 0 and outcome.metrics["profile"] is None
+    assert outcome.code == 0 and outcome.metrics["profile"] is None and outcome.metrics["profile_prefill"] is None
     assert "there is no table" in (outcome.folder / "log.txt").read_text()
     tracks, _ = slices_of(outcome.folder)
     assert [s["name"] for s in tracks["runner"] if s["name"].endswith("step")] == ["prefill step"]

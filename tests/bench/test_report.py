@@ -56,12 +56,12 @@ def test_the_points_of_a_sweep_are_compared_over_what_was_varied(tmp_path):
     page = write_report(folder, "mine & yours", read_rows([folder]))
     table = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", text)[1:-1]]
-        for text in (folder / "report.md").read_text().splitlines()[2:7]
+        for text in (folder / "report.md").read_text().splitlines()[4:9]
     ]
-    assert table[0] == ["run", "attention", "seed", "status", "out tok/s", "step / floor", "tokens", "reason"]
-    assert table[2] == ["1", "eager", "1", "ok", "50", "1.5", "reference", ""]
-    assert table[3] == ["2", "<mine>", "1", "ok", "100", "3", "1 of 2 differ, the first at token 3", ""]
-    assert table[4] == ["3", "lost", "1", "failed", "", "", "", "no plugin \\| named 'lost'"]
+    assert table[0] == ["run", "attention", "status", "out tok/s", "step / floor", "tokens", "reason"]
+    assert table[2] == ["1", "eager", "ok", "50", "1.5", "reference", ""]
+    assert table[3] == ["2", "<mine>", "ok", "100", "3", "1 of 2 differ, the first at token 3", ""]
+    assert table[4] == ["3", "lost", "failed", "", "", "", "no plugin \\| named 'lost'"]
     html = page.read_text()
     assert "<h1>mine &amp; yours</h1>" in html and "&lt;mine&gt;" in html and "<mine>" not in html
     assert 'href="2_point/"' in html and '<tr class="failed">' in html
@@ -84,6 +84,16 @@ def test_runs_are_told_apart_by_their_settings(tmp_path):
     ]
     (alone,) = read_rows(folders[:1])
     assert alone.params == {} and alone.label == "eager"
+
+
+def test_what_all_runs_have_alike_is_said_once(tmp_path):
+    rows = [Row(tmp_path / name, {"spec": name, "a.b": "<7>"}, metrics={"output_tok_per_s": 1.0}) for name in ("none", "ngram")]
+    report = Report("t", rows, tmp_path)
+    text, page = report.markdown(), report.html()
+    assert text.splitlines()[2] == "All runs: a.b=<7>." and "<p>All runs: a.b=&lt;7&gt;.</p>" in page
+    assert "| run | spec  | status" in text and "<th>a.b</th>" not in page
+    alone = Report("t", rows[:1], tmp_path).markdown()
+    assert "All runs" not in alone and "a.b" in alone
 
 
 def test_what_a_killed_run_left_behind_is_read(tmp_path):

@@ -1,8 +1,10 @@
 """Verbs, flags, help, exit codes; and that an answer to a mistake waits for nothing heavy."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,24 @@ def test_ctrl_c_is_130(monkeypatch, lab):
     monkeypatch.setattr("lab.cli.doctor.doctor", interrupted)
     outcome = lab("doctor")
     assert outcome.code == 130 and outcome.err == "lab: interrupted\n"
+
+
+def test_ctrl_c_while_a_package_is_imported_is_130(monkeypatch, lab):
+    """numpy and torch turn the KeyboardInterrupt into an ImportError; one without a Ctrl-C is a fault as any other."""
+
+    def broken_import(arguments):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setattr("lab.cli.doctor.doctor", broken_import)
+    before = signal.getsignal(signal.SIGINT)
+    outcome = lab("doctor")
+    assert outcome.code == 130 and outcome.err == "lab: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr("signal.raise_signal", lambda number: None)
+    with pytest.raises(ImportError, match="multiarray"):
+        main(["doctor"])
 
 
 def test_a_reader_that_leaves_early_is_no_error(start):

@@ -80,7 +80,9 @@ class TestCheck:
         lines = outcome.out.splitlines()
         assert outcome.code == 0 and "not declared  experts (no feature moe)" in outcome.out
         assert [line.split()[0] for line in lines[:3]] == ["ok", "not", "not"]
-        assert lines[-1] == "moe plugin 'none' keeps its contract (2 of 3 checks are of what it does not declare)."
+        assert lines[-1] == (
+            "moe plugin 'none' keeps its contract; 2 of 3 checks were left out: it does not claim what they test."
+        )
         checks = json.loads(lab("check", "moe.none", "--json").out)["checks"]
         assert [(c["ok"], c["not_declared"]) for c in checks] == [(True, "")] + 2 * [(True, "no feature moe")]
 

@@ -40,6 +40,17 @@ def test_a_string_is_tokenised(frontend):
     assert frontend.prepare({"prompt": "ABC"}).prompt_ids == [0, 1, 2]
 
 
+def test_a_long_prompt_is_refused_without_a_word_of_transformers(tmp_path):
+    """Which would warn of it on the console, beside our message."""
+    tokenizer = load_tokenizer(rigs.alpha_tokenizer(tmp_path))
+    tokenizer.model_max_length = 8
+    short = Frontend(ScriptedEngine(vocab_size=64, max_model_len=16, eos_ids=frozenset()), tokenizer)
+    assert len(short.prepare("ABCDEFGHIJ").prompt_ids) == 10
+    assert tokenizer.deprecation_warnings == {}  # where transformers notes what it has warned of
+    tokenizer.encode("ABCDEFGHIJ")
+    assert tokenizer.deprecation_warnings
+
+
 def test_special_tokens_are_added_as_the_tokenizer_does(engine):
     from tokenizers.processors import TemplateProcessing
 
@@ -98,6 +109,10 @@ BAD_PROMPTS = [
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "A\ud800"}]}]},
         r"messages\[0\]\.content\[0\]\.text is not text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image", "url": "a.png"}]}]},
+        r"messages\[0\]\.content\[1\] is of type 'image': lab takes text only",
     ),
     ({**ids(1), "cache_salt": "\ud800"}, "cache_salt is not text"),
     ({**ids(1), "priority": "high"}, "priority must be a whole number"),

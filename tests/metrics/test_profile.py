@@ -6,7 +6,16 @@ import pytest
 
 from lab.metrics.costs import AttentionShape, LinearShape, ModelCosts, StepShape
 from lab.metrics.operators import Operator
-from lab.metrics.profile import EngineTime, Linears, operator_slices, parts_of, table, watched_steps
+from lab.metrics.profile import (
+    EngineTime,
+    Linears,
+    WatchedStep,
+    largest_prefills,
+    operator_slices,
+    parts_of,
+    table,
+    watched_steps,
+)
 from lab.metrics.roofline import DeviceFacts, floors
 from lab.metrics.trace import Slice, nested
 from tests.metrics.test_roofline import SMOL
@@ -141,6 +150,32 @@ def test_a_window_bounds_what_attention_reads():
     layers = [AttentionShape(9, 64, 768, window=100)] * 30
     narrow = ModelCosts(model.model, model.linears, model.lm_head, layers, 2).of_step(StepShape(2, 2, [1, 1], [500, 50]))
     assert narrow["attention attend"].flops == 30 * 4 * 576 * 150
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 8, 20])
+@pytest.mark.parametrize(("q_len", "ctx_len"), [(1, 1), (1, 9), (4, 4), (4, 9), (9, 9)])
+def test_a_prompts_tokens_see_the_keys_up_to_their_own(window, q_len, ctx_len):
+    model = costs()
+    one = ModelCosts(model.model, model.linears, model.lm_head, [AttentionShape(9, 64, 768, window)], 2)
+    seen = sum(min(position + 1, window or ctx_len) for position in range(ctx_len - q_len, ctx_len))
+    assert one.of_step(StepShape(q_len, 1, [q_len], [ctx_len]))["attention attend"].flops == 4 * 576 * seen
+
+
+def test_the_largest_prefills_without_the_first_step_if_there_are_others():
+    def steps(*sizes, kind="prefill step"):
+        nodes = [SimpleNamespace(slice=ms(kind, 0.0, 1.0)) for _ in sizes]
+        return [WatchedStep(node, [], StepShape(n, 0, [n], [n]), 0) for n, node in zip(sizes, nodes, strict=True)]
+
+    for sizes, expected in (([], []), ([5], [0]), ([5, 5, 3, 5], [1, 3]), ([5, 3, 3], [0]), ([3, 5, 5], [1, 2])):
+        watched = steps(*sizes)
+        assert largest_prefills([*watched, *steps(9, kind="decode step")]) == [watched[i] for i in expected]
+
+
+def test_a_prefills_floor_is_its_arithmetic():
+    floor = floors(SimpleNamespace(**SMOL), "bfloat16", FACTS)
+    (step,) = watched_steps(layout(), {7: OPERATORS}, {7: StepShape(2000, 1, [2000], [2000])})
+    total = table([step], LINEARS, EngineTime([]), costs(), floor)["total"]
+    assert total["floor_ms"] == pytest.approx(total["flops"] / 800e9 * 1e3) and total["floor_ms"] > floor.step_s(0, 2000) * 1e3
 
 
 def test_the_table_sets_each_part_against_the_device():

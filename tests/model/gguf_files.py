@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType, quantize
 from safetensors.torch import load_file
 
 _PARTS = {
@@ -22,7 +22,16 @@ _PARTS = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_WITH_OUTPUT_NORMS = _PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _GLOBALS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+_LETTERS = [chr(ord("a") + i) for i in range(26)]
+GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "\u2581", *_LETTERS, "th", "he"]
+GEMMA_TOKENS += [chr(0x100 + i) for i in range(256 - len(GEMMA_TOKENS))]
 
 
 def byte_alphabet() -> list[str]:
@@ -31,12 +40,12 @@ def byte_alphabet() -> list[str]:
     return [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, parts: dict[str, str] = _PARTS) -> str:
     base, _, suffix = name.rpartition(".")
     if base in _GLOBALS:
         return f"{_GLOBALS[base]}.{suffix}"
     _, _, layer, part = base.split(".", 3)
-    return f"blk.{layer}.{_PARTS[part]}.{suffix}"
+    return f"blk.{layer}.{parts[part]}.{suffix}"
 
 
 def permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -51,7 +60,8 @@ def write(folder, path, *, kind="F32", tokenizer=True, extra=None, change=None):
         extra: metadata to add. change: edits the dict of tensors, by GGUF name, before they are written.
     """
     config = json.loads((folder / "config.json").read_text())
-    name = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    is_gemma = name.startswith("gemma")
     writer = GGUFWriter(path, name)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -61,10 +71,30 @@ def write(folder, path, *, kind="F32", tokenizer=True, extra=None, change=None):
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    if is_gemma:
+        writer.add_sliding_window(config["sliding_window"])
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if name == "gemma3":
+        rope = config["rope_parameters"]["full_attention"]
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    else:
+        writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
-    if tokenizer:
+    if tokenizer and is_gemma:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(GEMMA_TOKENS)
+        writer.add_token_scores([float(-i) for i in range(256)])
+        writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.UNKNOWN] + [TokenType.NORMAL] * 252)
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_pad_token_id(0)
+    elif tokenizer:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
         writer.add_token_list([*byte_alphabet()[:-1], "th"])
@@ -81,7 +111,9 @@ def write(folder, path, *, kind="F32", tokenizer=True, extra=None, change=None):
             weight = permuted(weight, heads)
         if name == "llama" and "k_proj" in hf_name:
             weight = permuted(weight, kv_heads)
-        tensors[gguf_name(hf_name)] = weight.numpy()
+        if is_gemma and hf_name.endswith("norm.weight"):
+            weight = weight + 1  # what the norm multiplies by
+        tensors[gguf_name(hf_name, _WITH_OUTPUT_NORMS if is_gemma else _PARTS)] = weight.numpy()
     if change is not None:
         change(tensors)
     for tensor_name, array in tensors.items():

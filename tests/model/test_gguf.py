@@ -8,12 +8,14 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from safetensors.torch import load_file
 
+from lab import LLM, SamplingParams
 from lab.errors import UserError
 from lab.model.config import read_config
 from lab.model.gguf_checkpoint import GgufCheckpoint, unpermuted
 from lab.model.gguf_convert import convert, describe
 from lab.model.gguf_file import TYPES, GgufFile
 from tests import rigs
+from tests.golden.oracle import greedy
 from tests.model import dense, gguf_files
 
 IDS = [(7 * i * i + 3 * i + 1) % 256 for i in range(40)]
@@ -70,6 +72,32 @@ def test_same_logits_as_the_checkpoint_it_was_made_of(architecture, tmp_path):
     assert ours.eos_ids == {7}
     expected = dense.logits_of(dense.load(tmp_path / "hf"), IDS)
     assert (dense.logits_of(dense.load(folder), IDS) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", rigs.GEMMAS)
+def test_gemmas(architecture, tmp_path):
+    """Windows, caps, ropes and norms, whose weights are stored with the one added; the same tokens as in transformers."""
+    published = {"gemma2": {"query_pre_attn_scalar": 32}, "gemma3_text": {"query_pre_attn_scalar": 32, "layer_types": None}}
+    local = {"rope_type": "default", "rope_theta": 10000.0}  # the base that no file has
+    if architecture == "gemma3_text":
+        full = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0}
+        published[architecture]["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+        published[architecture]["num_hidden_layers"] = 7
+    rigs.mix(tmp_path / "hf", architecture, **published[architecture])
+    path = gguf_files.write(tmp_path / "hf", tmp_path / "m.gguf")
+    folder = folder_of(path, tmp_path / "gguf")
+    ours, theirs = read_config(folder), read_config(tmp_path / "hf")
+    fields = ("architecture", "head_dim", "layer_windows", "attention_scale", "attention_softcap", "logits_softcap")
+    for field in (*fields, "output_norms", "norm_offset", "rope", "local_rope", "activation", "tie_word_embeddings"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert len(set(ours.layer_windows)) == 2 and ours.eos_ids == {1}
+    expected = dense.logits_of(dense.load(tmp_path / "hf"), IDS)
+    assert (dense.logits_of(dense.load(folder), IDS) - expected).abs().max() < 1e-4
+    right = greedy(tmp_path / "hf", IDS, 12)
+    base = ["compile.mode=none", "model.dtype=float32", "model.max_model_len=256", "cache.num_blocks=100", "num_threads=1"]
+    with LLM(str(path), attention="eager", overrides=base) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        assert llm.generate([{"prompt_token_ids": IDS}], params)[0].outputs[0].token_ids == right
 
 
 def test_tied_embeddings_have_no_output_tensor(tmp_path):

@@ -136,6 +136,21 @@ def test_a_failing_compiler_is_quoted(cache, tmp_path):
     assert not list(cache.glob("*.so")) and not list(cache.glob("*.build"))
 
 
+def test_what_is_built_ahead_has_the_flags_that_loading_gives(cache, light):
+    """Else a cold start builds such a library twice."""
+    script = """
+import sys, pathlib, time
+from lab import native
+sources, flags = {"lab_test_light": [pathlib.Path(sys.argv[1])]}, ("-DVALUE=7",)
+native.build_ahead(sources, {"lab_test_light": flags})
+while not list(native.build.cache_dir("native").glob("*.so")):
+    time.sleep(0.01)
+native.load("lab_test_light", *sources.values(), flags=flags)
+"""
+    _, compiled = finish(start(script, light))
+    assert compiled and len(list(cache.glob("*.so"))) == 1
+
+
 def test_libraries_build_ahead_side_by_side(cache, tmp_path):
     """What was begun ahead is waited for by `load`, which compiles nothing itself; a broken one is reported by `load` alone."""
     broken = tmp_path / "broken.cpp"

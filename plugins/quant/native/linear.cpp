@@ -42,7 +42,7 @@ struct Division {
   Division(const Linear<T>& linear, int64_t threads) : rows(linear.rows), blocks(linear.num_blocks()), across(1), threads(threads) {
     for (int64_t n = 2; n <= threads; n++)
       if (threads % n == 0 && rows / n >= kRowsOfThread) across = n;
-    most = threads == 1 ? count() : std::max<int64_t>(2, count() / (kTurns * threads));
+    most = threads == 1 ? count() : std::max<int64_t>(2, count() / ((across > 1 ? kTurnsOfMany : kTurns) * threads));
   }
 
   int64_t pairs() const { return (blocks + 1) / 2; }
@@ -56,7 +56,8 @@ struct Division {
   }
 
  private:
-  static constexpr int64_t kRowsOfThread = 256, kTurns = 8;
+  // Of many rows each turn passes by all inputs, which are as large as the second cache: with few turns, panels are large.
+  static constexpr int64_t kRowsOfThread = 256, kTurns = 8, kTurnsOfMany = 2;
 
   int64_t begin_of(int64_t run) const {
     return std::min(rows, (rows + lab::kGroupRows - 1) / lab::kGroupRows * run / across * lab::kGroupRows);

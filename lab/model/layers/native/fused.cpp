@@ -22,7 +22,6 @@ using lab::gelu_tanh;
 using lab::kLanes;
 using lab::rounded;
 using lab::silu;
-using lab::Words;
 
 constexpr int64_t kAlone = 16384;  // elements that one thread is done with before another would have begun
 
@@ -49,7 +48,7 @@ inline Floats load_lanes(const BFloat16* from, int64_t lanes) {
   } else {
     std::memcpy(&halves, from, lanes * sizeof(BFloat16));
   }
-  return lab::as_floats(__builtin_convertvector(halves, Words) << 16);
+  return lab::widen(halves);
 }
 
 inline void store_lanes(Floats v, float* to, int64_t lanes) {

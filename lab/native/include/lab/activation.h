@@ -7,8 +7,7 @@ namespace lab {
 
 // e to the power of x: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], to about one unit in the last place.
 inline Floats exponential(Floats x) {
-  x = x > 88.0f ? splat(88.0f) : x;
-  x = x < -87.0f ? splat(-87.0f) : x;
+  x = at_least(-87.0f, at_most(88.0f, x));
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which the low bits then hold
   const Floats shifted = x * 1.44269504088896341f + kMagic;
   const Floats n = shifted - kMagic;
@@ -29,11 +28,10 @@ inline Floats gated(Floats x, Floats z) {
 #ifdef __AVX512F__
   Floats inverse = (Floats)_mm512_rcp14_ps((__m512)divisor);
   inverse = inverse * (2.0f - divisor * inverse);
-  const Floats y = x * inverse;
+  return x * inverse;
 #else
-  const Floats y = x / divisor;
+  return x / divisor;
 #endif
-  return x == x ? y : x;
 }
 
 inline Floats silu(Floats x) { return gated(x, x); }

@@ -9,6 +9,7 @@
 
 #define FLASH_WIDTH 16
 #include "fours.h"
+#include "fours_i8.h"
 #include "tile.h"
 
 namespace {
@@ -121,8 +122,9 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
   const int lanes = item.q_count * c.group;
   const bool few = lanes > Fours::kLanes && lanes <= kDotLanes;
   if (few || !c.has_bf16_products()) return avx512_bf16_kernels()->attend(c, item, next, scratch);
-  if (lanes <= Fours::kLanes) {
-    Fours::configure();
+  if (lanes <= Fours::kLanes && ByteFours::takes(c)) {
+    ByteFours(c, item, next, scratch).run();
+  } else if (lanes <= Fours::kLanes) {
     Fours(c, item, next, scratch).run();
   } else {
     Amx::configure();

@@ -1,258 +1,232 @@
-// Up to four query vectors (decodes, where a KV head serves few query heads), by matrix tiles, which make in a cycle or two what
-// a vector unit takes ten for.
+// Up to four query vectors (decodes, where a KV head serves few query heads), by matrix tiles of bf16, which make in a cycle or
+// two what a vector unit takes ten for. Keys and values are read as they lie in the cache.
 //
-// Scores[key][lane] = keys x queries take the keys as they lie in the cache, and a vector of scores is four keys' of four lanes.
-// Outputs[lane][dim] = weights x values take the weights turned, and the values of two keys side by side, which needs no turning.
+// Scores[key][lane] = keys x queries. Outputs = weights x values, where a word of the values is two dims of one key: beside a
+// weight in a word's lower half and nothing in its upper one, a product is with the even dims, the other way round with the odd
+// ones. So each lane has two rows, and values need no turning. (A NaN among a key's values spoils two dims for that.)
 
 #pragma once
 
-#include "rows.h"
+#include "fours_base.h"
 
 namespace {
 
-struct Fours {
-  static constexpr int kLanes = 4, kKeys = W / kLanes;  // lanes, and keys of a vector of scores
-  static constexpr int kChunk = 2 * kGroup;             // keys of one product with values
-
-  // Tiles 0 to 3: sums of values, [lane, 16 dims]. 4: scores, [key, lane]. 5: queries, [pair of dims, lane]. 6: keys,
-  // [key, 32 dims], or values, [pair of keys, 16 dims]. 7: weights, [lane, 32 keys].
-  static void configure() {
-    struct alignas(64) Config {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    };
-    static constexpr Config kConfig{1, 0, {}, {64, 64, 64, 64, 4 * kLanes, 4 * kLanes, 64, 64},
-                                    {kLanes, kLanes, kLanes, kLanes, 16, 16, 16, kLanes}};
-    _tile_loadconfig(&kConfig);
-  }
-
-  // Compilers do not know that tiles read and write memory.
-  static INLINE void settle() { asm volatile("" ::: "memory"); }
-
-  const Call& c;
-  const Item& item;
-  const int dim, lanes;
-  Scratch scratch;
-  Keys<Bf16, false> keys;
-  KeyTile<Bf16> tile;
-  float* q;           // [DP / 2, lane] pairs of dims
-  float* o;           // [lane, DP], in the order that unpacking leaves
-  float* scores;      // [kTile, lane]
-  uint16_t* weights;  // [chunk, lane, kChunk]
-  float* values;      // [chunk, DP / 16, pair of keys, 16] pairs of keys
-  vf maximum, sum;    // of lane i % 4
-  vi oldest, last;    // keys that lane i % 4 sees
-  const bool quantized;
-
+class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
+ public:
   Fours(const Call& call, const Item& it, const Item* next, float* memory)
-      : c(call), item(it), dim(call.padded_dim), lanes(it.q_count * call.group), scratch{memory}, keys{call, it, next},
-        maximum(fill(kLowest)), sum(vf{}), quantized(call.is_quantized()) {
-    tile.gathered = scratch.take<uint16_t>(2 * kTile * dim);
+      : FourLanes(call, it, memory), rows(2 * lanes), is_quantized(call.is_quantized()), keys{call, it, next} {
+    for (Tile& tile : tiles) tile.keys.gathered = scratch.take<uint16_t>(2 * kTile * dim);
     q = scratch.take<float>(dim / 2 * kLanes);
-    o = scratch.take<float>(kLanes * dim);
-    scores = scratch.take<float>(kTile * kLanes);
-    weights = scratch.take<uint16_t>(kTile * kLanes);
-    values = scratch.take<float>(kTile / 2 * dim);
-    std::memset(o, 0, kLanes * dim * 4);
-    for (int i = 0; i < W; i++) {
-      const int position = position_of(c, item, std::min(i % kLanes, lanes - 1));
-      oldest[i] = c.window ? window_begin(c, item, std::min(i % kLanes, lanes - 1)) : 0;
-      last[i] = std::min(position, item.key_last - 1);
-    }
+    o = scratch.take<float>(2 * kLanes * dim);
+    weights = scratch.take<uint32_t>(2 * kLanes * kTile);
     pack_queries();
   }
 
   void run() {
-    for (int start = keys.first(); start < item.key_last; start += kTile) {
-      keys.begin(start, tile);
-      for (int g = 0; g < 2 * num_chunks(); g++) {
-        if (g < tile.groups) {
-          keys.prefetch(start, g);
-          keys.fetch_group(tile, g);
-          score(g);
-        }
-        pack_values(g);  // meanwhile, for it does not wait for the scores
-      }
-      soften(start);
-      add_values();
+    configure();
+    if (is_common()) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_loadd(3, q, 4 * kLanes);
+      _tile_loadd(5, q + 16 * kLanes, 4 * kLanes);
+    } else {
+      std::memset(o, 0, rows * dim * 4);
     }
-    const vf total = over_keys(sum, [](vf a, vf b) { return a + b; });
+    attend_to_keys();
+    if (is_common()) store_sums();
     for (int lane = 0; lane < lanes; lane++) {
-      restore_order(o + lane * dim, dim);
-      emit(c, item, lane, maximum[lane], total[lane], o + lane * dim);
+      float* row = (float*)weights;
+      for (int d = 0; d < dim; d += 2 * W) interleave(o + d * rows / 2 + lane * W, row + d);
+      emit(c, item, lane, reference[lane][0], sum_of(sum[lane]), row);
     }
     arrive(c, item, o);
   }
 
  private:
+  friend FourLanes;
+
+  const int rows;
+  const bool is_quantized;
+  Keys<Bf16, false> keys;
+  float* q;           // [DP / 2, lane] pairs of dims
+  float* o;           // [DP / 32, row, 16] weighted values: of a lane the even dims, and `lanes` rows further the odd ones
+  uint32_t* weights;  // [group, row, key] a bf16 in the lower half of a word, and `lanes` rows further in the upper half
+
+  // Sums and queries of this head dim stay in their tiles.
+  bool is_common() const { return dim == 64; }
+
+  // Tiles 0 to 3: sums of values, [row, 16 pairs of dims]; 3 and 5: queries, [pair of dims, lane]; 4: scores, [key, lane];
+  // 6: keys or values, [key, 32 dims]; 7: weights, [row, key].
+  void configure() const {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 4 * kLanes, 4 * kLanes, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    for (int sums : {0, 1, 2, 3, 7}) config.rows[sums] = rows;
+    if (is_common()) config.row_bytes[3] = 4 * kLanes, config.rows[3] = 16;
+    _tile_loadconfig(&config);
+  }
+
   // Lanes past the last are zero.
   void pack_queries() {
-    uint16_t* elements = tile.gathered;
+    uint16_t* copies = tiles[0].keys.gathered;
+    const float* from[kLanes];
     for (int lane = 0; lane < kLanes; lane++) {
-      const bool real = lane < lanes;
-      read_row<Bf16>(elements + lane * dim, real ? query(c, item, lane) : nullptr, c.type, real ? c.dim : 0, dim);
+      from[lane] = (const float*)(lane < lanes ? query(c, item, lane) : nullptr);
+      if (lane < lanes && c.dim == dim) continue;
+      read_row<Bf16>(copies + lane * dim, from[lane], c.type, lane < lanes ? c.dim : 0, dim);
+      from[lane] = (const float*)(copies + lane * dim);
     }
-    const float* rows = (const float*)elements;
-    const int words = dim / 2;
-    for (int k = 0; k < words; k += 4) {
-      __m128 a = _mm_loadu_ps(rows + k), b = _mm_loadu_ps(rows + words + k);
-      __m128 d = _mm_loadu_ps(rows + 2 * words + k), e = _mm_loadu_ps(rows + 3 * words + k);
-      _MM_TRANSPOSE4_PS(a, b, d, e);
-      float* to = q + k * kLanes;
-      _mm_storeu_ps(to, a), _mm_storeu_ps(to + 4, b), _mm_storeu_ps(to + 8, d), _mm_storeu_ps(to + 12, e);
-    }
+    pack_words(from, dim / 2, q);
   }
 
-  INLINE void score(int g) {
-    settle();
-    _tile_zero(4);
-    for (int d = 0; d < dim; d += 32) {
-      _tile_loadd(6, tile.k[g] + d, dim * 2);
-      _tile_loadd(5, q + d / 2 * kLanes, 4 * kLanes);
-      _tile_dpbf16ps(4, 6, 5);
-    }
-    _tile_stored(4, scores + g * kGroup * kLanes, 4 * kLanes);
-    settle();
-  }
-
-  INLINE int num_chunks() const { return (tile.groups + 1) / 2; }
-
-  INLINE void pack_values(int g) {
-    float* to = values + (g / 2 * dim + g % 2 * (kGroup / 2)) * W;
-    for (int i = 0; i < kGroup; i += 2, to += W) {
-      const uint16_t* even = tile.v[g] + i * dim;
-      for (int d = 0; d < dim; d += 32) {
-        const __m512i x = _mm512_loadu_si512(even + d), y = _mm512_loadu_si512(even + dim + d);
-        store(to + d * W, (vf)_mm512_unpacklo_epi16(x, y));
-        store(to + (d + W) * W, (vf)_mm512_unpackhi_epi16(x, y));
+  INLINE void score(Tile& tile, int start) {
+    keys.aim(start, tile.keys);
+    for (int g = 0; g < tile.keys.groups; g++) {
+      tile.ahead[g] = keys.ahead(start, g);
+      tile.ahead[g].ask(0, kScoring);
+      keys.fetch_group(tile.keys, g);
+      const uint16_t* k = tile.keys.k[g];
+      settle();
+      _tile_zero(4);
+      if (is_common()) {
+        _tile_loadd(6, k, 128);
+        _tile_dpbf16ps(4, 6, 3);
+        _tile_loadd(6, k + 32, 128);
+        _tile_dpbf16ps(4, 6, 5);
+      } else {
+        for (int d = 0; d < dim; d += 32) {
+          _tile_loadd(6, k + d, dim * 2);
+          _tile_loadd(5, q + d / 2 * kLanes, 4 * kLanes);
+          _tile_dpbf16ps(4, 6, 5);
+        }
       }
+      _tile_stored(4, tile.scores + g * kGroup * kLanes, 4 * kLanes);
+      settle();
     }
   }
 
-  // What four vectors of 128 bits have in common, lane by lane.
-  template <class Both>
-  static INLINE vf over_keys(vf x, Both both) {
-    x = both(x, (vf)_mm512_shuffle_f32x4(x, x, 0x4e));
-    return both(x, (vf)_mm512_shuffle_f32x4(x, x, 0xb1));
-  }
-
-  // Of four keys' numbers each for all four lanes.
-  static INLINE vf for_lanes(const float* numbers) {
-    const __m512i each = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    return _mm512_permutexvar_ps(each, _mm512_castps128_ps512(_mm_loadu_ps(numbers)));
-  }
-
-  // Scores of the tile into weights, and smaller sums where a score is the highest so far.
-  INLINE void soften(int start) {
-    const int count = num_chunks() * kChunk;
-    if (tile.groups % 2) std::memset(tile.v_scale + tile.groups * kGroup, 0, kGroup * 4);
-    const float factor = c.softcap != 0 ? 1 : c.scale * kLog2e;
-    const bool masked = start < highest_oldest() || start + count - 1 > last[0] || start + count > item.tree_start;
-    vf highest = fill(kLowest);
-    for (int k = 0; k < count; k += kKeys) {
-      vf x = load(scores + k * kLanes);
-      if (quantized) x *= for_lanes(tile.k_scale + k);
-      if (c.softcap != 0) x = tanhv(x * (c.scale / c.softcap)) * (c.softcap * kLog2e);
-      x *= factor;
-      if (masked) x = mask(x, start + k);
-      if (start + k + kKeys > item.tree_start) x = hide_nodes(x, start + k);
-      store(scores + k * kLanes, x);
-      highest = vmax(highest, x);
-    }
-    const vf now = vmax(maximum, over_keys(highest, vmax));
-    if (any(now > maximum)) {
-      const vf shrink = exp2v<false>(maximum - now);
-      for (int lane = 0; lane < lanes; lane++) {
-        for (int d = 0; d < dim; d += W) store(o + lane * dim + d, load(o + lane * dim + d) * shrink[lane]);
-      }
-      sum *= shrink;
-      maximum = now;
-    }
-    for (int k = 0; k < count; k += kChunk) weigh(k);
-  }
-
-  INLINE int highest_oldest() const { return std::max(std::max(oldest[0], oldest[1]), std::max(oldest[2], oldest[3])); }
-
-  INLINE vf mask(vf x, int first) const {
-    const vi key = lane_numbers() / kLanes + first;
-    const vf none = fill(-INFINITY);
-    x = key < oldest ? none : x;
-    return key > last ? none : x;
-  }
-
-  // Minus infinity for the nodes that are not on a lane's path.
-  INLINE vf hide_nodes(vf x, int first) const {
-    vi seen{};
-    for (int i = 0; i < W; i++) {
-      if (i % kLanes < lanes) seen[i] = nodes_seen(c, item, i % kLanes, first) >> (i / kLanes) & 1;
-    }
-    return seen != 0 ? x : fill(-INFINITY);
-  }
-
-  // 2 to the power of a chunk's scores, turned into rows of weights, one for each lane.
-  INLINE void weigh(int first) {
-    const __m512i by_lane = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2,  //
-                                             29, 25, 21, 17, 13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
-    __m512i eights[4];  // of eight keys, [lane, key]
+  // Of a group's keys the scores of each lane, scaled.
+  template <int N, bool kPlain>
+  INLINE void scores_of(const Tile& tile, int g, vf (&x)[kLanes]) const {
+    const float* from = tile.scores + g * kGroup * kLanes;
+    turn(load(from), load(from + W), load(from + 2 * W), load(from + 3 * W), x);
+    const vf by = is_quantized ? load(tile.keys.k_scale + g * kGroup) * factor : fill(factor);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(weight(first + (2 * i + 1) * kKeys), weight(first + 2 * i * kKeys));
-      eights[i] = _mm512_permutexvar_epi16(by_lane, (__m512i)both);
+    for (int lane = 0; lane < N; lane++) {
+      x[lane] *= by;
+      if (!kPlain) x[lane] = cap_and_hide(x[lane], tile.keys.start + g * kGroup, lane);
     }
-    const __m512i a = _mm512_shuffle_i32x4(eights[0], eights[1], 0x44), b = _mm512_shuffle_i32x4(eights[2], eights[3], 0x44);
-    const __m512i d = _mm512_shuffle_i32x4(eights[0], eights[1], 0xee), e = _mm512_shuffle_i32x4(eights[2], eights[3], 0xee);
-    uint16_t* to = weights + first * kLanes;
-    _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, b, 0x88));
-    _mm512_storeu_si512(to + kChunk, _mm512_shuffle_i32x4(a, b, 0xdd));
-    _mm512_storeu_si512(to + 2 * kChunk, _mm512_shuffle_i32x4(d, e, 0x88));
-    _mm512_storeu_si512(to + 3 * kChunk, _mm512_shuffle_i32x4(d, e, 0xdd));
   }
 
-  INLINE vf weight(int k) {
-    const vf p = exp2v<true>(load(scores + k * kLanes) - maximum);
-    sum += p;
-    return quantized ? p * for_lanes(tile.v_scale + k) : p;
+  template <int N, bool kPlain>
+  INLINE bool try_to_weigh(const Tile& tile) {
+    vf total[N], highest[N], ref[N];
+    for (int lane = 0; lane < N; lane++) total[lane] = sum[lane], highest[lane] = fill(-INFINITY), ref[lane] = reference[lane];
+    for (int g = 0; g < tile.keys.groups; g++) {
+      vf x[kLanes];
+      ahead[g].ask(kScoring, is_common() ? kWeighing : 1);
+      scores_of<N, kPlain>(tile, g, x);
+      uint32_t* to = weights + g * rows * kGroup;
+      const vf v_scale = is_quantized ? load(tile.keys.v_scale + g * kGroup) : fill(1);
+#pragma GCC unroll 4
+      for (int lane = 0; lane < N; lane++) {
+        highest[lane] = vmax(highest[lane], x[lane]);
+        const vf p = exp2v<true>(x[lane] - ref[lane]);
+        total[lane] += p;
+        const vu rounded = ((vu)(p * v_scale) + 0x8000) & 0xffff0000;
+        store((float*)to + lane * kGroup, (vf)(rounded >> 16));
+        store((float*)to + (N + lane) * kGroup, (vf)rounded);
+      }
+    }
+    if (is_too_high<N>(highest)) return false;
+    for (int lane = 0; lane < N; lane++) sum[lane] = total[lane];
+    return true;
   }
 
-  INLINE void add_values() {
+  template <int N>
+  INLINE void shrink_outputs(const vf (&by)[N]) {
+    if (is_common()) store_sums();
+    for (int lane = 0; lane < N; lane++) {
+      for (int at = lane * W; at < rows * dim / 2; at += N * W) store(o + at, load(o + at) * by[lane]);
+    }
+    if (is_common()) load_sums();
+  }
+
+  // The even dims from `from`, the odd ones from `lanes` rows further.
+  INLINE void interleave(const float* from, float* to) const {
+    const vf even = load(from), odd = load(from + lanes * W);
+    store(to, __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store(to + W, __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+  }
+
+  INLINE void add_values(const Tile& tile) {
     settle();
-    int d = 0;
-    for (; d + 64 <= dim; d += 64) add_dims<4>(d);
-    if (d < dim) add_dims<2>(d);
+    if (is_common()) {
+      for (int g = 0; g < tile.keys.groups; g++) {
+        ahead[g].ask(kWeighing, 1);
+        _tile_loadd(7, weights + g * rows * kGroup, 64);
+        _tile_loadd(6, tile.keys.v[g], 128);
+        _tile_dpbf16ps(0, 7, 6);
+        _tile_loadd(6, tile.keys.v[g] + 32, 128);
+        _tile_dpbf16ps(1, 7, 6);
+      }
+    } else {
+      int d = 0;
+      for (; d + 128 <= dim; d += 128) add_dims<4>(tile.keys, d);
+      if (dim - d == 96) add_dims<3>(tile.keys, d);
+      if (dim - d == 64) add_dims<2>(tile.keys, d);
+      if (dim - d == 32) add_dims<1>(tile.keys, d);
+    }
     settle();
   }
 
-  // Weighted values of 16 dims for each of so many tiles, from d on.
+  // Weighted values of 32 dims for each of so many tiles, from d on.
   template <int kTiles>
-  INLINE void add_dims(int d) {
-    const float* to = o + d;
-    _tile_loadd(0, to, dim * 4);
-    _tile_loadd(1, to + W, dim * 4);
-    if constexpr (kTiles == 4) {
-      _tile_loadd(2, to + 2 * W, dim * 4);
-      _tile_loadd(3, to + 3 * W, dim * 4);
-    }
-    for (int chunk = 0; chunk < num_chunks(); chunk++) {
-      const float* from = values + (chunk * dim + d) * W;
-      _tile_loadd(7, weights + chunk * kChunk * kLanes, kChunk * 2);
-      _tile_loadd(6, from, 64);
+  INLINE void add_dims(const KeyTile<Bf16>& tile, int d) {
+    float* to = o + d / 2 * rows;
+    _tile_loadd(0, to, 64);
+    if constexpr (kTiles > 1) _tile_loadd(1, to + rows * W, 64);
+    if constexpr (kTiles > 2) _tile_loadd(2, to + 2 * rows * W, 64);
+    if constexpr (kTiles > 3) _tile_loadd(3, to + 3 * rows * W, 64);
+    for (int g = 0; g < tile.groups; g++) {
+      const uint16_t* from = tile.v[g] + d;
+      _tile_loadd(7, weights + g * rows * kGroup, 64);
+      _tile_loadd(6, from, dim * 2);
       _tile_dpbf16ps(0, 7, 6);
-      _tile_loadd(6, from + W * W, 64);
-      _tile_dpbf16ps(1, 7, 6);
-      if constexpr (kTiles == 4) {
-        _tile_loadd(6, from + 2 * W * W, 64);
+      if constexpr (kTiles > 1) {
+        _tile_loadd(6, from + 32, dim * 2);
+        _tile_dpbf16ps(1, 7, 6);
+      }
+      if constexpr (kTiles > 2) {
+        _tile_loadd(6, from + 64, dim * 2);
         _tile_dpbf16ps(2, 7, 6);
-        _tile_loadd(6, from + 3 * W * W, 64);
+      }
+      if constexpr (kTiles > 3) {
+        _tile_loadd(6, from + 96, dim * 2);
         _tile_dpbf16ps(3, 7, 6);
       }
     }
-    _tile_stored(0, (void*)to, dim * 4);
-    _tile_stored(1, (void*)(to + W), dim * 4);
-    if constexpr (kTiles == 4) {
-      _tile_stored(2, (void*)(to + 2 * W), dim * 4);
-      _tile_stored(3, (void*)(to + 3 * W), dim * 4);
-    }
+    _tile_stored(0, to, 64);
+    if constexpr (kTiles > 1) _tile_stored(1, to + rows * W, 64);
+    if constexpr (kTiles > 2) _tile_stored(2, to + 2 * rows * W, 64);
+    if constexpr (kTiles > 3) _tile_stored(3, to + 3 * rows * W, 64);
+  }
+
+  // Of the common head dim, whose sums are in tiles 0 and 1.
+  INLINE void store_sums() {
+    settle();
+    _tile_stored(0, o, 64);
+    _tile_stored(1, o + rows * W, 64);
+    settle();
+  }
+
+  INLINE void load_sums() {
+    settle();
+    _tile_loadd(0, o, 64);
+    _tile_loadd(1, o + rows * W, 64);
+    settle();
   }
 };
 

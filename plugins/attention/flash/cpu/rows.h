@@ -11,6 +11,7 @@ using flash::Item;
 using flash::kAhead;
 using flash::kDotLanes;
 using flash::kGroup;
+using flash::kMaxDim;
 using flash::kTile;
 
 INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 || type == Type::fp8 ? 1 : 2; }
@@ -101,6 +102,27 @@ struct KeyTile {
   float k_scale[kTile], v_scale[kTile];  // of a quantized cache
 };
 
+// Keys, values and scales of a group, to be asked for.
+struct Ahead {
+  const char *keys, *values, *scales;  // null: nothing is asked for; there are no scales behind a block's values
+  int bytes, scale_bytes;
+
+  // The share from `begin` to `end` of it, both in parts of one.
+  INLINE void ask(float begin, float end) const {
+    constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
+    if (!keys) return;
+    if (scales && begin == 0) {
+      __builtin_prefetch(scales, 0, kIntoL2);
+      __builtin_prefetch(scales + scale_bytes, 0, kIntoL2);
+    }
+    const int to = int(bytes * end) / 64 * 64;
+    for (int i = int(bytes * begin) / 64 * 64; i < to; i += 64) {
+      __builtin_prefetch(keys + i, 0, kIntoL2);
+      __builtin_prefetch(values + i, 0, kIntoL2);
+    }
+  }
+};
+
 // The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
 // be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
 // NaN. Keys past the end may be anything: their scores are masked. Quantized ones are gathered, times their scales if `kScaled`.
@@ -128,10 +150,14 @@ struct Keys {
     for (int g = 0; g < tile.groups; g++) fetch_group(tile, g);
   }
 
-  INLINE void begin(int start, KeyTile<N>& tile) const {
+  INLINE void aim(int start, KeyTile<N>& tile) const {
     const int stop = start + kTile < item.key_last ? start + kTile : item.key_last;
     tile.start = start;
     tile.groups = (stop - start + kGroup - 1) / kGroup;
+  }
+
+  INLINE void begin(int start, KeyTile<N>& tile) const {
+    aim(start, tile);
     if (tile.groups % 2) {  // scores are made of two groups
       const int g = tile.groups;
       tile.k[g] = tile.gathered + g * kGroup * c.padded_dim;
@@ -227,8 +253,8 @@ struct Keys {
     }
   }
 
-  template <Type kFrom>
-  INLINE void read_scales_of_group(KeyTile<N>& tile, int at, const char* head, int offset) const {
+  template <Type kFrom, class Scaled>
+  INLINE void read_scales_of_group(Scaled& tile, int at, const char* head, int offset) const {
     const uint16_t* scales = (const uint16_t*)(head + 2 * c.block_size * c.padded_dim) + offset;
     for (int i = 0; i < kGroup; i += W) {
       const vf k = c.fixed_scales ? fill(c.fixed_scales[item.kv_head]) : load_bf16(scales + i);
@@ -238,8 +264,8 @@ struct Keys {
     }
   }
 
-  template <Type kFrom>
-  INLINE void read_scales(KeyTile<N>& tile, int at, const char* head, int offset) const {
+  template <Type kFrom, class Scaled>
+  INLINE void read_scales(Scaled& tile, int at, const char* head, int offset) const {
     float k, v;
     if (c.fixed_scales) {
       k = c.fixed_scales[item.kv_head];
@@ -261,31 +287,25 @@ struct Keys {
     }
   }
 
-  // Ask for the keys and values that lie kAhead after group g of the tile at hand, in the next item when this one ends before:
-  // memory answers in the time that some groups take. An item that is shorter than that asks for the next one's, group by group.
-  INLINE void prefetch(int start, int g) const {
-    constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
+  // What lies kAhead after group g of the tile at hand, in the next item when this one ends before: memory answers in the time
+  // that some groups take. An item that is shorter than that asks for the next one's, group by group.
+  INLINE Ahead ahead(int start, int g) const {
     const int end = (item.key_last + kGroup - 1) / kGroup * kGroup;
     int p = start + g * kGroup + std::min(kAhead, end - first());
     const Item* of = &item;
     if (p >= end) {
-      if (!next) return;
+      if (!next) return {};
       p = next->key_first / kGroup * kGroup + p - end;
-      if (p >= next->key_last) return;
+      if (p >= next->key_last) return {};
       of = next;
     }
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
     const char* row = key_row(*of, p);
-    if (c.is_quantized()) {  // scales, where they are behind a block's values
-      const char* scales = row - p % c.block_size * (bytes - 2) + 2 * values;
-      __builtin_prefetch(scales, 0, kIntoL2);
-      __builtin_prefetch(scales + 2 * c.block_size, 0, kIntoL2);
-    }
-    for (int64_t i = 0; i < kGroup * bytes; i += 64) {
-      __builtin_prefetch(row + i, 0, kIntoL2);
-      __builtin_prefetch(row + values + i, 0, kIntoL2);
-    }
+    const char* scales = c.is_quantized() ? row - p % c.block_size * (bytes - 2) + 2 * values : nullptr;
+    return {row, row + values, scales, int(kGroup * bytes), int(2 * c.block_size)};
   }
+
+  INLINE void prefetch(int start, int g) const { ahead(start, g).ask(0, 1); }
 };
 
 // The result of one query vector: its values over the sum of their weights, and what the weights sum up to. A sink is one weight
