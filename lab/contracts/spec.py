@@ -167,6 +167,7 @@ class Proposer(ABC):
     observes: ClassVar[bool] = False  # whether it wants `observe`
     num_drafts: int  # the most it ever proposes for a row; like tree_depth known from its options, before bind
     tree_depth: int = 0  # of the deepest tree that it proposes; 0: its drafts are chains
+    tree_optional: bool = False  # bind drafts chains in their place where the run cannot verify trees (Target.tree_obstacle)
     num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind
     aux_layers: Sequence[int] = ()  # of the target: what enters these is passed to `observe`; after bind

@@ -56,6 +56,7 @@ class Eagle(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.tree_optional = options.tree == "auto"
         self._take_shape(tree_of(options))
         self._last = LastStates()  # of the head's results
         self._waiting = Waiting()
@@ -78,7 +79,7 @@ class Eagle(Proposer):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if self.options.tree == "auto" and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
+        if self.tree_optional and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
             log.info("spec.tree=auto: drafts are chains, not trees: %s", obstacle)
             self._take_shape(None)
         if self.num_drafts >= target.max_model_len:
