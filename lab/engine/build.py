@@ -64,8 +64,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     proposer = chosen["spec"].make()
     shapes = [attention_layer(config, layer, "") for layer in range(config.num_layers)]
     likely = resolve_for_shapes(settings, shapes, dtype, device, asked_by_drafts(proposer, is_bound=False))
-    if not proposer.tree_optional:
-        check_trees_fit(settings, shapes, proposer)
+    check_trees_fit(settings, shapes, proposer)
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, likely), {tape.NAMESPACE: tape.FLAGS})
     model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
