@@ -130,10 +130,7 @@ class Entry:
 
     def with_options(self, options: Any) -> "Entry":
         """This plugin as it is with these options: of some, what they can serve depends on them."""
-        cls = self.load()
-        if not hasattr(cls, "capabilities_with"):
-            return self
-        return dataclasses.replace(self, static_capabilities=cls.capabilities_with(options))
+        return dataclasses.replace(self, static_capabilities=self.load().capabilities_with(options))
 
     def make_options(self, given: Mapping[str, Any]) -> Any:
         """An instance of the plugin's `Options`. Raises UserError for an unknown option, or a value of the wrong type."""

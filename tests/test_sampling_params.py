@@ -124,6 +124,14 @@ def test_from_mapping_names_the_nearest_parameter():
         SamplingParams.from_mapping({"bad_words_ids": ()})
 
 
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs", "guided_regex"])
+def test_a_constraint_that_lab_does_not_know_is_refused_and_not_left_out(name):
+    with pytest.raises(UserError, match=f"no parameter named '{name}'"):
+        SamplingParams.from_mapping({name: "D(E|X)F"})
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: "D(E|X)F"})
+
+
 def test_from_mapping_keeps_the_base_where_nothing_is_said():
     base = SamplingParams(temperature=0.0, max_tokens=7)
     assert SamplingParams.from_mapping({"top_k": 3}, base) == SamplingParams(temperature=0.0, max_tokens=7, top_k=3)

@@ -1,12 +1,12 @@
 """The contract of an attention plugin: one class, and one `Plan` of its own."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class OperatorCall:
     arguments: tuple[str, ...]
 
 
-class Attention(ABC):
+class Attention(Plugin):
     """Paged attention over a cache whose layout is the plugin's own.
 
     Shapes: q_TNH, k_TKH, v_TKH and out_TNH for the T tokens of a step, rows one after another as in `batch.q_start_R1`.
@@ -62,27 +62,15 @@ class Attention(ABC):
     the keys of its own path among them, and `move` brings those of the accepted path together afterwards.
     """
 
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
     libraries: ClassVar[Mapping[str, Sequence[Path]]] = {}  # C++ that it loads on the CPU by lab.native: name, sources
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
 
     @classmethod
     def parts(cls, options: Any) -> "dict[str, tuple[Entry, Any]]":
         """The plugins that it hands its work to, with their options, by what each is for; most do all themselves."""
         return {}
 
-    @classmethod
-    def capabilities_with(cls, options: Any) -> Capabilities:
-        """What it can serve with these options; of most plugins that does not depend on them."""
-        return cls.capabilities
-
     def __init__(self, options: Any, spec: AttentionSpec) -> None:
-        self.options = options
+        super().__init__(options)
         self.spec = spec
 
     @abstractmethod

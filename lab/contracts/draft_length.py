@@ -1,10 +1,10 @@
 """The contract of a draft length: how many drafts each row has verified. It changes the speed of a run, never its output."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,22 +27,14 @@ class Verified:
     draft_ms: float  # that proposing them took
 
 
-class DraftLength(ABC):
+class DraftLength(Plugin):
     """Decides before drafts are proposed how many each row may have, from what became of earlier ones."""
-
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
 
     tree_depth: int = 0  # of the trees that the proposer makes, set before the first call; 0: it makes chains
 
     def __init__(self, options: Any, num_drafts: int, max_rows: int) -> None:
         """`num_drafts` is the most that the proposer ever proposes for a row; rows are 0 to max_rows - 1."""
-        self.options = options
+        super().__init__(options)
         self.num_drafts = num_drafts
         self.max_rows = max_rows
 

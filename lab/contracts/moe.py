@@ -1,28 +1,16 @@
 """The contract of an expert kernel."""
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 if TYPE_CHECKING:
     import torch
 
 
-class Moe(ABC):
+class Moe(Plugin):
     """Runs the experts of a mixture-of-experts layer (SwiGLU experts: w2(silu(w1 x) * w3 x))."""
-
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
 
     @abstractmethod
     def pack(self, w13_EGD: "torch.Tensor", w2_EDF: "torch.Tensor") -> Any:

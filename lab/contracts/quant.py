@@ -1,12 +1,12 @@
 """The contract of a weight format: how a linear layer's weights are stored, repacked, applied and read back."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 if TYPE_CHECKING:
     import torch
@@ -36,20 +36,10 @@ class ParamSpec:
     shard_dim: int | None = 0
 
 
-class Quant(ABC):
+class Quant(Plugin):
     """A weight format."""
 
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
     libraries: ClassVar[Mapping[str, Sequence[Path]]] = {}  # C++ that it loads on the CPU by lab.native: name, sources
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
 
     @classmethod
     def detect(cls, hf_config: dict[str, Any]) -> bool:

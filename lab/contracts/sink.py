@@ -1,11 +1,11 @@
 """The contract of a tracking sink: where a run's records go."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +17,8 @@ class RunInfo:
     resolved: dict[str, Any]  # which plugin serves each component, and why
 
 
-class Sink(ABC):
+class Sink(Plugin):
     """Takes the records of a run as they come. A sink must never make the run fail or wait for a network."""
-
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
 
     @abstractmethod
     def start(self, run: RunInfo) -> None: ...

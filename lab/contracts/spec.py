@@ -11,14 +11,14 @@ step that the target ran. In the order of the calls:
     propose(view)            the drafts of the rows that sampled in that step
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,29 +155,20 @@ class Draft:
     parents: list[list[int]] | None = None
 
 
-class Proposer(ABC):
+class Proposer(Plugin):
     """Proposes draft tokens for the next step.
 
     `start` and `end` say whose text a row holds. One that looks at nothing but the view needs neither.
     """
 
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
     observes: ClassVar[bool] = False  # whether it wants `observe`
     num_drafts: int  # the most it ever proposes for a row; like tree_depth known from its options, before bind
     tree_depth: int = 0  # of the deepest tree that it proposes; 0: its drafts are chains
+    tree_optional: bool = False  # bind drafts chains in their place where the run cannot verify trees (Target.tree_obstacle)
     num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind
     aux_layers: Sequence[int] = ()  # of the target: what enters these is passed to `observe`; after bind
     lookahead: int = 0  # what its layers keep for a position may depend on so many tokens after it; the prefix cache must know
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
 
     def start(self, row: int, request: "NewRow") -> None:  # noqa: B027 - most have nothing to note
         """A request begins in this row, or resumes there after a preemption with the output that it has."""

@@ -1,11 +1,11 @@
 """The contract of a workload: the requests of a run, with their arrival times. Torch-free."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from lab.capabilities import Capabilities
+from lab.contracts.plugin import Plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,11 @@ class ModelFacts:
     encode: Callable[[str], list[int]]
 
 
-class Workload(ABC):
+class Workload(Plugin):
     """Makes the list of requests of a run; the same seed makes the same list."""
 
-    kind: ClassVar[str]
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
     def __init__(self, options: Any, seed: int) -> None:
-        self.options = options
+        super().__init__(options)
         self.seed = seed
 
     @abstractmethod

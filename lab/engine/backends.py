@@ -14,11 +14,12 @@ from lab.model.layers.attention import AttentionLayer
 from lab.settings import Settings
 
 
-def asked_by_drafts(proposer: Proposer) -> set[str]:
-    """The features that verifying its drafts asks of the model's attention."""
+def asked_by_drafts(proposer: Proposer, *, is_bound: bool) -> set[str]:
+    """The features that verifying its drafts asks of the model's attention; before it is bound, those it cannot do without."""
     if not proposer.num_drafts:
         return set()
-    return {"spec_verify", "tree_verify"} if proposer.tree_depth else {"spec_verify"}
+    has_trees = proposer.tree_depth and (is_bound or not proposer.tree_optional)
+    return {"spec_verify", "tree_verify"} if has_trees else {"spec_verify"}
 
 
 def backends_of(

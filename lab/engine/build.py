@@ -63,13 +63,13 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     chosen = _choose_plugins(settings, config, common)
     proposer = chosen["spec"].make()
     shapes = [attention_layer(config, layer, "") for layer in range(config.num_layers)]
-    likely = resolve_for_shapes(settings, shapes, dtype, device, asked_by_drafts(proposer))
+    likely = resolve_for_shapes(settings, shapes, dtype, device, asked_by_drafts(proposer, is_bound=False))
     check_trees_fit(settings, shapes, proposer)
     if device.type == "cpu":
         native.build_ahead(_libraries(settings, chosen, likely), {tape.NAMESPACE: tape.FLAGS})
     model, heads = _load(settings, chosen, proposer, folder, config, dtype, device, max_model_len, loaded)
     load_s = time.perf_counter() - begin
-    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer))
+    backends = backends_of(settings, model.attention_layers, dtype, device, chosen, asked_by_drafts(proposer, is_bound=True))
     draft_backends = draft_backends_of(settings, proposer, dtype, device, chosen)
     scales = _fixed_scales(settings.cache, ranges, model, config)
     backends, grouping = group(backends, settings.cache, max_model_len)

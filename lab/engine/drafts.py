@@ -38,8 +38,8 @@ def tree_obstacle(
 
 
 def check_trees_fit(settings: Settings, layers: Sequence[AttentionLayer], proposer: Proposer) -> None:
-    """Raises UserError for what trees of drafts do not go together with, if the proposer makes any."""
-    if not proposer.tree_depth:
+    """Raises UserError for what trees of drafts do not go together with, if the proposer cannot do without any."""
+    if not proposer.tree_depth or proposer.tree_optional:
         return
     name, depth = proposer.name, proposer.tree_depth
     if settings.debug.batch_invariant:

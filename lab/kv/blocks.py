@@ -109,7 +109,9 @@ class BlockManager(BlockPool):
 
         None, and nothing is changed, when too few are free.
         """
-        num_new = -(-num_tokens // self.block_size) - len(request.block_ids)
+        return self._append(request, -(-num_tokens // self.block_size) - len(request.block_ids))
+
+    def _append(self, request: Request, num_new: int) -> list[int] | None:
         if num_new <= 0:
             return NO_IDS
         if num_new > self.num_free:

@@ -15,7 +15,7 @@ group keeps nothing: those tokens lie behind its window.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lab.kv.blocks import NO_IDS, BlockManager
+from lab.kv.blocks import BlockManager
 from lab.kv.groups import Full, Need
 from lab.types import Request
 
@@ -54,14 +54,7 @@ class GroupedBlockManager(BlockManager):
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """As BlockManager.extend, but that what lies behind the windows is given back first, whether it can grow or not."""
         self._give_back_passed(request)
-        num_new = -(-num_tokens // self.block_size) * len(self.needs) - len(request.block_ids)
-        if num_new <= 0:
-            return NO_IDS
-        if num_new > self.num_free:
-            return None
-        new_ids = self.take(num_new)
-        request.block_ids += new_ids
-        return new_ids
+        return self._append(request, -(-num_tokens // self.block_size) * len(self.needs) - len(request.block_ids))
 
     def free(self, request: Request) -> None:
         request.block_ids = self._held(request)

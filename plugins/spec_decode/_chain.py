@@ -1,4 +1,8 @@
-"""What proposers with a model of their own share: the tokens it is shown, and choosing each next draft, greedily or by lot."""
+"""What proposers with a model of their own share: the tokens it is shown, the hidden states that drafts go on from, and
+choosing each next draft, greedily or by lot.
+"""
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,17 +37,15 @@ class Choice:
             temperatures = torch.from_numpy(temperatures_R[self._drawn]).to(device)
             self._temperatures_X1 = temperatures.float().unsqueeze(1)
 
-    @property
-    def needs_logits(self) -> bool:
-        return len(self._drawn) > 0
-
-    def take_greedy(self, ids_R: torch.Tensor) -> torch.Tensor:
-        """The next drafts are the target's ids_R. Returns them."""
+    def choose(self, model: Any, *inputs: Any) -> torch.Tensor:
+        """The next draft of each row, by the `greedy` or `logits` that a draft model gives of `inputs`: the target's ids_R."""
+        ids_R = self._draw(model.logits(*inputs)) if len(self._drawn) else model.greedy(*inputs)
+        if ids_R is None:  # a model that caps its logits has to compute them
+            ids_R = model.logits(*inputs).argmax(-1)
         self._ids.append(ids_R)
         return ids_R
 
-    def take(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Choose the next draft of each row by the draft model's logits. Returns the target's ids_R."""
+    def _draw(self, logits_RV: torch.Tensor) -> torch.Tensor:
         place = len(self._ids)
         ids_R = logits_RV.argmax(-1)
         probs_XV = (logits_RV[self._drawn_X] / self._temperatures_X1).softmax(-1)
@@ -57,7 +59,7 @@ class Choice:
         else:
             of_drawn_XV[:, self._draft_ids] = probs_XV
         self._probs_RSV[self._drawn_X, place] = of_drawn_XV
-        return self.take_greedy(target_R)
+        return target_R
 
     def draft(self) -> Draft:
         """All of it, each row cut at its limit."""
@@ -67,6 +69,24 @@ class Choice:
         ids_RS = torch.stack(self._ids, 1).tolist()
         token_ids = [ids[: min(limit, self.num)] for ids, limit in zip(ids_RS, limits, strict=True)]
         return Draft(token_ids, self._probs_RSV)
+
+
+class LastStates:
+    """Of each row of the last step the hidden state that its drafts go on from: that of its last known token."""
+
+    def keep(self, rows_R: np.ndarray, states_TD: torch.Tensor, last_R: np.ndarray) -> None:
+        """Of row r the state at last_R of states_TD."""
+        self._states_RD = states_TD.index_select(0, torch.from_numpy(last_R.astype(np.int64)).to(states_TD.device))
+        self._place_of = {row: place for place, row in enumerate(rows_R.tolist())}
+
+    def keep_kept(self, step: StepView, states_TD: torch.Tensor) -> None:
+        """Of each row of the step the state of the last position that stands."""
+        self.keep(step.rows_R, states_TD, step.batch.q_start_R1_cpu[:-1] + step.num_kept_R - 1)
+
+    def of(self, rows_R: np.ndarray) -> torch.Tensor:
+        """States of these rows, in their order (R, D)."""
+        places = [self._place_of[row] for row in rows_R.tolist()]
+        return self._states_RD if places == list(range(len(self._states_RD))) else self._states_RD[places]
 
 
 def next_ids(step: StepView) -> np.ndarray:

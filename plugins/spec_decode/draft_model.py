@@ -12,6 +12,7 @@ from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target
 
 from ._bits import keeping_bits
 from ._chain import Choice
+from ._options import check_whole
 
 
 @register("spec", "draft_model")
@@ -29,8 +30,7 @@ class DraftModel(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        if options.num_drafts < 1:
-            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        check_whole("num_drafts", options.num_drafts)
         self.num_drafts = options.num_drafts
 
     @classmethod
@@ -55,12 +55,5 @@ class DraftModel(Proposer):
         for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num):
             with self.cache.running(batch):
                 hidden_RD = self._model(ids_R.int(), batch.positions_T)
-            if choice.needs_logits:
-                ids_R = choice.take(self._model.logits(hidden_RD))
-            else:
-                ids_R = choice.take_greedy(self._most_likely(hidden_RD))
+            ids_R = choice.choose(self._model, hidden_RD)
         return choice.draft()
-
-    def _most_likely(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        ids_R = self._model.greedy(hidden_RD)
-        return self._model.logits(hidden_RD).argmax(-1) if ids_R is None else ids_R

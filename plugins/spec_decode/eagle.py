@@ -17,8 +17,9 @@ import torch
 from lab.api import Capabilities, Draft, DraftCache, Proposer, ProposeView, StepView, Target, UserError, nearest, register
 
 from ._bits import keeping_bits
-from ._chain import Choice, next_ids
+from ._chain import Choice, LastStates, next_ids
 from ._eagle_tree import DynamicTree, Levels, num_nodes, propose_static, tree_of
+from ._options import check_whole, head_folder
 from ._siblings import Siblings
 from ._tree import StaticTree, check_ranks
 from ._waiting import Waiting
@@ -55,8 +56,9 @@ class Eagle(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.tree_optional = options.tree == "auto"
         self._take_shape(tree_of(options))
-        self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+        self._last = LastStates()  # of the head's results
         self._waiting = Waiting()
         self._is_idle = False  # nobody asked for drafts after the step before
 
@@ -73,12 +75,11 @@ class Eagle(Proposer):
             return
         asked = self.options.num_drafts
         self.num_drafts, self.tree_depth, self.num_scratch = DEFAULT_CHAIN if asked is None else asked, 0, None
-        if self.num_drafts < 1:
-            raise UserError(f"spec.num_drafts must be a whole number from 1, got {asked}.")
+        check_whole("num_drafts", self.num_drafts)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        if self.options.tree == "auto" and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
+        if self.tree_optional and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
             log.info("spec.tree=auto: drafts are chains, not trees: %s", obstacle)
             self._take_shape(None)
         if self.num_drafts >= target.max_model_len:
@@ -106,22 +107,16 @@ class Eagle(Proposer):
         if self._is_idle and self._waiting.has_room(step):
             self._waiting.add(step)
             return
-        last_R = step.batch.q_start_R1_cpu[:-1] + step.num_kept_R - 1
         states_TD = self._head.states(step.hidden_TD, step.aux_ATD)
-        out_TD = self._run(step.batch, states_TD, torch.from_numpy(next_ids(step)).to(self.target.device))
-        self._keep(step.rows_R, out_TD, last_R)
+        ids_T = torch.from_numpy(next_ids(step)).to(self.target.device)
+        self._last.keep_kept(step, self._run(step.batch, states_TD, ids_T))
 
     @torch.inference_mode()
     def _catch_up(self) -> None:
         rows_R, start_R, ids, hidden_TD, aux_ATD = self._waiting.take()
         batch = self.cache.batch(rows_R, start_R, ids)
         out_TD = self._run(batch, self._head.states(hidden_TD, aux_ATD), batch.input_ids_T)
-        self._keep(rows_R, out_TD, batch.q_start_R1_cpu[1:] - 1)
-
-    def _keep(self, rows_R: np.ndarray, out_TD: torch.Tensor, last_R: np.ndarray) -> None:
-        """Drafts go on from these results, the last one of each row."""
-        self._last_RD = out_TD.index_select(0, torch.from_numpy(last_R.astype(np.int64)).to(out_TD.device))
-        self._place_of = {row: place for place, row in enumerate(rows_R.tolist())}
+        self._last.keep(rows_R, out_TD, batch.q_start_R1_cpu[1:] - 1)
 
     def propose(self, view: ProposeView) -> Draft:
         self._is_idle = not view.limits_R.any()
@@ -133,43 +128,30 @@ class Eagle(Proposer):
             return self._propose_tree(view)
         num = min(self.num_drafts, int(view.limits_R.max(initial=0)))
         choice = Choice(view, num, self.target.config.vocab_size, self.target.device, self.options.draw, self._head.draft_ids)
-        hidden_RD = self._last_of(view)
-        ids_R = self._next(choice, hidden_RD)
+        hidden_RD = self._last.of(view.rows_R)
+        ids_R = choice.choose(self._head, hidden_RD)
         for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
             with self.cache.running(batch):
                 hidden_RD = self._head.run(hidden_RD, ids_R, batch.positions_T)
-            ids_R = self._next(choice, hidden_RD)
+            ids_R = choice.choose(self._head, hidden_RD)
         return choice.draft()
 
     def _propose_tree(self, view: ProposeView) -> Draft:
-        levels = Levels(self.cache, view, self._run, self._last_of(view))
+        levels = Levels(self.cache, view, self._run, self._last.of(view.rows_R))
         if isinstance(self._tree, DynamicTree):
             return self._tree.propose(view, levels, self._head.top)
         vocab_size, device = self.target.config.vocab_size, self.target.device
         siblings = Siblings(self._tree, view, vocab_size, device, self.options.draw, self._head.draft_ids)
         return propose_static(self._tree, view, levels, self._head.logits, siblings)
 
-    def _last_of(self, view: ProposeView) -> torch.Tensor:
-        """What the head gave for each row's last token."""
-        places = [self._place_of[row] for row in view.rows_R.tolist()]
-        return self._last_RD if places == list(range(len(self._last_RD))) else self._last_RD[places]
-
     def _run(self, batch: Any, states_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         with self.cache.running(batch):
             return self._head.run(states_TD, ids_T, batch.positions_T)
 
-    def _next(self, choice: Choice, hidden_RD: torch.Tensor) -> torch.Tensor:
-        if choice.needs_logits:
-            return choice.take(self._head.logits(hidden_RD))
-        return choice.take_greedy(self._head.greedy(hidden_RD))
-
     def _find(self, target: Target) -> tuple[Path, str]:
         """The head's folder and format."""
         if self.options.head is not None:
-            folder = Path(self.options.head).expanduser()
-            if not folder.is_dir():
-                raise UserError(f"spec.head={self.options.head}: there is no such folder.")
-            return folder, self.options.format
+            return head_folder(self.options.head), self.options.format
         if target.name not in SHIPPED:
             guess = nearest(target.name, SHIPPED)
             hint = f" Did you mean model={guess}?" if guess else ""

@@ -6,14 +6,14 @@ after another. What it stored on its own account is made anew once the tokens ar
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, StepView, Target, UserError, register
 
 from ._bits import keeping_bits
-from ._chain import Choice, next_ids
+from ._chain import Choice, LastStates, next_ids
+from ._options import check_whole, head_folder
 
 
 @register("spec", "mtp")
@@ -32,10 +32,9 @@ class Mtp(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        if options.num_drafts < 1:
-            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        check_whole("num_drafts", options.num_drafts)
         self.num_drafts = options.num_drafts
-        self._place_of: dict[int, int] = {}  # of each row of the last step: where its last result is
+        self._last = LastStates()  # of the module's results
 
     @classmethod
     def capabilities_with(cls, options: Options) -> Capabilities:
@@ -45,36 +44,24 @@ class Mtp(Proposer):
         super().bind(target)
         if self.num_drafts >= target.max_model_len:
             raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
-        folder = None if self.options.head is None else Path(self.options.head).expanduser()
-        if folder is not None and not folder.is_dir():
-            raise UserError(f"spec.head={self.options.head}: there is no such folder.")
-        self._module = target.load_mtp(folder)
+        self._module = target.load_mtp(None if self.options.head is None else head_folder(self.options.head))
         self.attention_layers = self._module.attention_layers
 
     def observe(self, step: StepView) -> None:
-        q_start_R1 = step.batch.q_start_R1_cpu
-        last_R = q_start_R1[:-1] + step.num_kept_R - 1
-        out_TD = self._run(step.batch, step.hidden_TD, torch.from_numpy(next_ids(step)))
-        self._last_RD = out_TD[torch.from_numpy(last_R).to(out_TD.device)]
-        self._place_of = {row: place for place, row in enumerate(step.rows_R.tolist())}
+        self._last.keep_kept(step, self._run(step.batch, step.hidden_TD, torch.from_numpy(next_ids(step))))
 
     def propose(self, view: ProposeView) -> Draft:
         num = min(self.num_drafts, int(view.limits_R.max(initial=0)))
         choice = Choice(view, num, self.target.config.vocab_size, self.target.device, self.options.draw, None)
         if num == 0:
             return choice.draft()
-        hidden_RD = self._last_RD[[self._place_of[row] for row in view.rows_R.tolist()]]
-        ids_R = self._next(choice, hidden_RD)
+        hidden_RD = self._last.of(view.rows_R)
+        ids_R = choice.choose(self._module, hidden_RD)
         for batch in self.cache.chain(view.rows_R, view.lengths_R - 1, num - 1):
             hidden_RD = self._run(batch, hidden_RD, ids_R)
-            ids_R = self._next(choice, hidden_RD)
+            ids_R = choice.choose(self._module, hidden_RD)
         return choice.draft()
 
     def _run(self, batch: object, states_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
         with self.cache.running(batch):
             return self._module(states_TD, self.target.embed(ids_T.to(self.target.device)), batch.positions_T)
-
-    def _next(self, choice: Choice, hidden_RD: torch.Tensor) -> torch.Tensor:
-        if choice.needs_logits:
-            return choice.take(self._module.logits(hidden_RD))
-        return choice.take_greedy(self._module.greedy(hidden_RD))

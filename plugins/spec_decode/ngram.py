@@ -15,6 +15,8 @@ import numpy as np
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, UserError, register
 
+from ._options import check_whole
+
 
 @register("spec", "ngram")
 class Ngram(Proposer):
@@ -31,8 +33,7 @@ class Ngram(Proposer):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         for name in ("min_n", "max_n", "num_drafts"):
-            if getattr(options, name) < 1:
-                raise UserError(f"spec.{name} must be a whole number from 1, got {getattr(options, name)}.")
+            check_whole(name, getattr(options, name))
         if options.min_n > options.max_n:
             raise UserError(f"spec.min_n {options.min_n} is more than spec.max_n {options.max_n}.")
         self.num_drafts = options.num_drafts

@@ -21,6 +21,8 @@ import numpy as np
 
 from lab.api import Capabilities, Draft, Proposer, ProposeView, UserError, register
 
+from ._options import check_whole
+
 log = logging.getLogger("lab")
 
 
@@ -59,8 +61,7 @@ class Replay(Proposer):
     def __init__(self, options: Options) -> None:
         """Raises UserError for a file that cannot be read or a line that is wrong, with its number."""
         super().__init__(options)
-        if options.num_drafts < 1:
-            raise UserError(f"spec.num_drafts must be a whole number from 1, got {options.num_drafts}.")
+        check_whole("num_drafts", options.num_drafts)
         if not _is_acceptance(options.acceptance):
             raise UserError(f"spec.acceptance takes probabilities from 0 to 1, got {list(options.acceptance)}.")
         self.num_drafts = options.num_drafts

@@ -15,6 +15,7 @@ import numpy as np
 from lab.api import Capabilities, Draft, Proposer, ProposeView, UserError, register
 
 from ._automaton import ROOT, SuffixAutomaton
+from ._options import check_whole
 
 MOST_CONTEXTS = 3  # ends of the text that are tried in one automaton, from the longest
 LOOK_BACK = 32  # tokens of a new request whose place among earlier outputs is looked for
@@ -46,8 +47,7 @@ class Suffix(Proposer):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         for name, least in (("num_drafts", 1), ("min_match", 1), ("max_past", 0)):
-            if getattr(options, name) < least:
-                raise UserError(f"spec.{name} must be a whole number from {least}, got {getattr(options, name)}.")
+            check_whole(name, getattr(options, name), least)
         if not options.per_match > 0:
             raise UserError(f"spec.per_match must be over 0, got {options.per_match:g}.")
         if not 0 <= options.min_share <= 1:

@@ -1,10 +1,12 @@
 """The main job: what stands in the run folder, whatever becomes of the run."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
 from lab import registry
 from lab.bench.sender import LONGEST_SLEEP_S
@@ -12,7 +14,7 @@ from lab.contracts.sink import Sink
 from lab.contracts.workload import WorkItem, Workload
 from lab.errors import UserError
 from lab.metrics import roofline
-from lab.settings import CacheSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
+from lab.settings import CacheSettings, ModelSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
 from tests.bench.conftest import FACTS
 
 METRICS = {
@@ -60,6 +62,22 @@ def test_waiting_in_the_queue_counts_in_ttft(run, clock):
         assert len(line["output_token_ids"]) == sum(line["tokens_per_step"]) == 15
         assert line["queue_ms"] + line["prefill_ms"] + line["decode_ms"] == pytest.approx(line["e2e_ms"], abs=1.0)
     assert first["arrival_s"] == second["arrival_s"] == 0.0
+
+
+def test_tokens_are_counted_as_the_model_gave_them(run, model, tmp_path):
+    """The text has fewer, once it is tokenised again: one token of this vocabulary is what two others spell."""
+    folder = shutil.copytree(model, tmp_path / "merging")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = {character: i for character, i in tokenizer["model"]["vocab"].items() if character != "/"} | {"EF": 63}
+    tokenizer["model"] = {"type": "BPE", "vocab": vocabulary, "merges": [["E", "F"]]}
+    tokenizer["pre_tokenizer"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    outcome = run([{"prompt": "ABC", "sampling": {"max_tokens": 15}}], model=ModelSettings(path=str(folder)))
+    (line,) = outcome.lines("requests")
+    assert line["output_token_ids"] == list(range(3, 18))
+    assert len(AutoTokenizer.from_pretrained(folder)(line["text"]).input_ids) == 14
+    assert outcome.metrics["output_tokens"] == sum(line["tokens_per_step"]) == 15
+    assert outcome.metrics["tpot_ms"]["mean"] == pytest.approx(sum(line["itl_ms"]) / 14, rel=1e-3)
 
 
 def test_requests_are_sent_at_their_times_whatever_the_engine_does(run, clock):

@@ -101,7 +101,7 @@ def test_what_trees_do_not_go_together_with_is_refused(tmp_path):
 
     exact = Settings(debug=DebugSettings(batch_invariant=True))  # eagle and medusa are refused by themselves then
     with pytest.raises(UserError, match="'own' proposes trees, .* as debug.batch_invariant=true asks"):
-        check_trees_fit(exact, [], SimpleNamespace(name="own", tree_depth=2))
+        check_trees_fit(exact, [], SimpleNamespace(name="own", tree_depth=2, tree_optional=False))
     mask = tmp_path / "mask.py"
     mask.write_text("def causal(b, h, q, k):\n    return k <= q\n")
     flex = ["+attention=flex", f"attention.mask_mod={mask}:causal"]
