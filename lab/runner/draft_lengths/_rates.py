@@ -12,9 +12,9 @@ OTHERS_WEIGHT = 4.0  # drafts that what is known of all requests counts for in e
 class AcceptanceRates:
     """The probability that a draft is accepted when those before it were, of each row's request.
 
-    What was seen last counts most: a text may go over from prose to quotation. So few drafts say little, and are weighed against
-    what is known of all requests, as in an empirical Bayes estimate: without that one in some twenty steps finds, by bad luck
-    alone, that drafts do not pay, and dry runs take many to find out that they do.
+    What was seen last counts most: a text may go over from prose to quotation. So few drafts say little, and are weighed
+    against what is known of all requests, as in an empirical Bayes estimate: without that, bad luck alone soon says that drafts
+    do not pay, and dry runs take many steps to find out that they do.
 
     Args:
         decay: what an observation keeps of its weight when the next comes.
