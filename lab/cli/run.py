@@ -16,6 +16,10 @@ def run(arguments: Arguments) -> int:
     registry.discover(arguments.plugins)
     overrides = named(arguments.overrides)
     plan = plan_sweep(overrides, arguments.config_dirs, multirun=arguments.multirun)
+    if plan is not None and arguments.print_config:
+        points = [compose_run(texts, arguments.config_dirs, point=i) for i, texts in enumerate(plan.points, 1)]
+        print("---\n".join(to_yaml(composed.settings) for composed in points), end="")
+        return 0
     if plan is not None:
         _warn()
         from lab.cli.sweep import run_sweep

@@ -105,6 +105,8 @@ def _read(row: Row) -> None:
     metrics, requests = row.folder / "metrics.json", row.folder / "requests.jsonl"
     if metrics.exists():
         row.metrics = json.loads(metrics.read_text(encoding="utf-8"))
+        if row.status == "ok" and row.metrics.get("interrupted"):
+            row.status, row.reason = "interrupted", f"requests that had not ended: {row.metrics['num_unfinished']}"
     elif row.status == "ok":
         row.status, row.reason = _what_ended(row.folder)
     if not requests.exists():
@@ -116,7 +118,8 @@ def _read(row: Row) -> None:
             line = json.loads(text)
             if line["error"]:
                 continue
-            row.outputs[line["id"], line["index"]] = Output(line["prompt_tokens"], array("q", line["output_token_ids"]))
+            if line["finish_reason"] != "abort":  # the tokens that it would have got are not known
+                row.outputs[line["id"], line["index"]] = Output(line["prompt_tokens"], array("q", line["output_token_ids"]))
             for name in LATENCIES:
                 value = line[name]
                 row.samples[name].extend(value if isinstance(value, list) else [] if value is None else [value])

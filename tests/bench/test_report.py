@@ -14,9 +14,10 @@ from lab.report.rows import Row, read_rows
 from lab.report.svg import WIDTH, bars, distributions, short_number
 
 
-def line(id, tokens, *, index=0, prompt_tokens=5, ttft_ms=10.0, error=None):
+def line(id, tokens, *, index=0, prompt_tokens=5, ttft_ms=10.0, error=None, finish_reason="length"):
     times = {"ttft_ms": ttft_ms, "itl_ms": [2.0] * (len(tokens) - 1), "tpot_ms": 2.0}
-    return {"id": id, "index": index, "prompt_tokens": prompt_tokens, "output_token_ids": tokens, "error": error, **times}
+    ended = {"finish_reason": finish_reason, "error": error}
+    return {"id": id, "index": index, "prompt_tokens": prompt_tokens, "output_token_ids": tokens, **ended, **times}
 
 
 def a_run(folder, lines, config=None, **metrics):
@@ -166,3 +167,12 @@ def test_lines_stay_inside_and_rise(values):
 
 def test_numbers_are_short():
     assert [short_number(x) for x in (0, 0.01234, 1.5, 12.34, 99.96, 1234.5)] == ["0", "0.0123", "1.5", "12.3", "100", "1,234"]
+
+
+def test_a_run_that_was_interrupted_says_so_and_what_was_cut_is_not_compared(tmp_path):
+    whole = a_run(tmp_path / "whole", SAME)
+    lines = [SAME[0], line("b", [4], finish_reason="abort")]
+    cut = a_run(tmp_path / "cut", lines, {"seed": 1}, interrupted=True, num_unfinished=1)
+    rows = read_rows([whole, cut])
+    assert [row.status for row in rows] == ["ok", "interrupted"] and rows[1].reason == "requests that had not ended: 1"
+    assert same_tokens(rows) == ["reference", "same; 1 in one of the two only"]

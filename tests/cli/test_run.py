@@ -125,6 +125,12 @@ def test_a_broken_plugin_file_is_warned_of_and_fails_only_the_run_that_chooses_i
         assert files == [str(tmp_path / "mine" / "lost.py")]
 
 
+def test_the_settings_of_a_sweeps_points_are_printed_and_none_is_run(lab, small, somewhere_else):
+    outcome = lab("run", "-m", "--print-config", *small, "seed=3,4")
+    assert outcome.code == 0 and [point["seed"] for point in yaml.safe_load_all(outcome.out)] == [3, 4]
+    assert not Path("outputs").exists()
+
+
 def test_ctrl_c_before_anything_is_loaded_ends_cleanly(start, small):
     Path("late.jsonl").write_text('{"prompt": "ABC", "arrival_s": 3600}\n')  # so that it does not end before it is interrupted
     process = start("run", *small, "workload.path=late.jsonl")
