@@ -155,25 +155,27 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
   INLINE void score_group(const int8_t* k, int32_t* upper, int32_t* lower) const {
     settle();
     if (dim == 64) _tile_loadd(6, k, 64);
-    _tile_zero(4);
-    for (int d = 0; d < dim; d += 64) {
-      if (dim > 64) {
-        load_queries(d);
-        _tile_loadd(6, k + d, dim);
-      }
-      _tile_dpbssd(4, 6, 2);
-    }
-    _tile_stored(4, upper, 4 * kLanes);
-    _tile_zero(4);
-    for (int d = 0; d < dim; d += 64) {
-      if (dim > 64) {
-        load_queries(d);
-        _tile_loadd(6, k + d, dim);
-      }
-      _tile_dpbssd(4, 6, 3);
-    }
-    _tile_stored(4, lower, 4 * kLanes);
+    score_bytes<true>(k, upper);
+    score_bytes<false>(k, lower);
     settle();
+  }
+
+  // Of a group's keys with the queries' upper or lower bytes.
+  template <bool kUpper>
+  INLINE void score_bytes(const int8_t* k, int32_t* to) const {
+    _tile_zero(4);
+    for (int d = 0; d < dim; d += 64) {
+      if (dim > 64) {
+        load_queries(d);
+        _tile_loadd(6, k + d, dim);
+      }
+      if (kUpper) {
+        _tile_dpbssd(4, 6, 2);
+      } else {
+        _tile_dpbssd(4, 6, 3);
+      }
+    }
+    _tile_stored(4, to, 4 * kLanes);
   }
 
   // Of a group's keys the scores of each lane, scaled.
