@@ -53,17 +53,23 @@ class FourLanes {
 
   INLINE void attend_to_keys() {
     Tile *tile = &tiles[0], *coming = &tiles[1];
-    self().score(*tile, self().keys.first());
+    score_and_look_ahead(*tile, self().keys.first());
     for (bool is_first = true, is_last = false; !is_last; is_first = false, std::swap(tile, coming)) {
       is_last = tile->keys.start + kTile >= item.key_last;
       if (is_first && !is_last) {
         for (int g = 0; g < tile->keys.groups; g++) tile->ahead[g].ask(kScoring, 1);
       }
-      if (!is_last) self().score(*coming, tile->keys.start + kTile);
+      if (!is_last) score_and_look_ahead(*coming, tile->keys.start + kTile);
       ahead = !is_last ? coming->ahead : is_first ? tile->ahead : kNothing;
       weigh(*tile);
       self().add_values(*tile);
     }
+  }
+
+  // A tile of fewer groups than the one before, whose groups look further, asks for nothing more.
+  INLINE void score_and_look_ahead(Tile& tile, int start) {
+    self().score(tile, start);
+    for (int g = tile.keys.groups; g < kTile / kGroup; g++) tile.ahead[g] = {};
   }
 
   // Compilers do not know that tiles read and write memory.

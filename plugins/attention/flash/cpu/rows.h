@@ -104,8 +104,9 @@ struct KeyTile {
 
 // Keys, values and scales of a group, to be asked for.
 struct Ahead {
-  const char *keys, *values, *scales;  // null: nothing is asked for; there are no scales behind a block's values
-  int bytes, scale_bytes;
+  const char *keys = nullptr, *values = nullptr;  // null: nothing is asked for
+  const char* scales = nullptr;                   // null: there are none behind a block's values
+  int bytes = 0, scale_bytes = 0;
 
   // The share from `begin` to `end` of it, both in parts of one.
   INLINE void ask(float begin, float end) const {
