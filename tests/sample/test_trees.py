@@ -122,7 +122,7 @@ def verify_many(target, tree, draw_drafts, params=None):
             list(range(BATCH)),
             [len(tree.parents)] * BATCH,
             list(drafts),
-            torch.tensor(np.array(probs)),
+            None if probs[0] is None else torch.tensor(np.array(probs)),
             [tree] * BATCH,
         )
         found += out.token_ids
@@ -185,3 +185,12 @@ def test_more_siblings_are_accepted_more_often():
         rates.append(np.mean([len(tokens) - 1 for tokens in found]))
     assert abs(rates[0] - np.minimum(PROPOSAL, TARGET[0]).sum()) < 0.03
     assert rates == sorted(rates) and rates[-1] == 1.0
+
+
+def test_one_hot_siblings_are_accepted_with_all_the_probability_that_they_have():
+    """No tree of these tokens could be accepted more often: at each node all that the target gives its children."""
+    tree, ids = Tree.of([-1, -1, 0, 0, 1]), [1, 3, 0, 3, 2]
+    found = verify_many(TARGET, tree, lambda rng: (ids, None))
+    first, second = TARGET[0][1] + TARGET[0][3], TARGET[0][1] * (TARGET[1][0] + TARGET[1][3]) + TARGET[0][3] * TARGET[3][2]
+    accepted = np.bincount([len(tokens) - 1 for tokens in found], minlength=3)
+    assert chi_square_p(accepted.tolist(), [1 - first, first - second, second]) > 1e-4
