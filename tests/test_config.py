@@ -217,8 +217,14 @@ class TestMistakes:
             ),
             (["cache.num_blocks=8", "~cache.num_blocks"], "~cache.num_blocks: a run cannot be without this setting. Leave"),
             (["~cache.num_blocks=null"], "~cache.num_blocks: a run cannot be without this setting. Leave ~cache.num_blocks"),
-            (["~device"], "~device: a run cannot be without this setting. Leave ~device out, or give its default: device=auto."),
-            (["~spec.name"], "~spec.name: a run cannot be without this setting. Leave ~spec.name out, or give its default: spec."),
+            (
+                ["~device"],
+                "~device: a run cannot be without this setting. Leave ~device out, or give its default: device=auto.",
+            ),
+            (
+                ["~spec.name"],
+                "~spec.name: a run cannot be without this setting. Leave ~spec.name out, or give its default: spec.",
+            ),
             (["~cache"], "~cache: a run cannot be without this setting. Leave ~cache out."),
             (["~model"], "~model: a run cannot be without this setting. Leave ~model out."),
             (["hydra=1"], "Hydra cannot be set up with hydra=1: ValueError: Config group override must be"),
