@@ -25,6 +25,7 @@ from lab.cli.table import number, print_table
 from lab.config import Composed, SweepPlan, compose_run
 from lab.errors import UserError
 from lab.interrupt import told_interrupt
+from lab.metrics.quiet import taken_by_others
 from lab.overrides import quoted
 from lab.report.comparison import write_report
 from lab.report.rows import read_rows
@@ -54,6 +55,7 @@ METRICS = (  # the columns of sweep.csv, dotted names of metrics.json
     "memory.peak_rss_bytes",
     "memory.peak_device_bytes",
     "roofline.floor_ratio",
+    "others_cpu_share",
 )
 SHOWN = {  # of those, the columns of the printed table
     "output_tok_per_s": "out tok/s",
@@ -191,6 +193,8 @@ class Sweep:
             rows.append([str(p.number), *p.params.values(), p.status, *values, *([p.reason] if failed else [])])
         print()
         print_table(headers, rows)
+        if busy := [f"{share} during point {p.number}" for p in self.points if (share := taken_by_others(p.metrics))]:
+            print(f"\nthe machine was busy, and these times say little: other processes took of the CPU {', '.join(busy)}")
         print(
             f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}\n{self.folder}\nplots and tokens: {page}"
         )

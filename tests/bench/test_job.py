@@ -16,6 +16,7 @@ from lab.contracts.workload import WorkItem, Workload
 from lab.errors import UserError
 from lab.interrupt import AFTER_STEP, WRITING
 from lab.metrics import roofline
+from lab.metrics.quiet import CpuWatch
 from lab.settings import CacheSettings, ModelSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
 from tests.bench.conftest import FACTS
 
@@ -92,6 +93,15 @@ def test_requests_are_sent_at_their_times_whatever_the_engine_does(run, clock):
     assert held_up["e2e_ms"] < 2000.0  # nobody slept while there was work
     assert 5.0 < sum(clock.slept) <= 7.5 and max(clock.slept) <= LONGEST_SLEEP_S
     assert outcome.metrics["duration_s"] >= 7.5
+
+
+@pytest.mark.parametrize(("share", "least_s", "recorded"), [(0.31, 0.0, 0.31), (None, 0.0, None), (0.31, 3600.0, None)])
+def test_what_others_take_of_the_cpu_is_recorded(run, monkeypatch, capsys, share, least_s, recorded):
+    """Where the system tells, and the run is long enough for its clock to tell."""
+    monkeypatch.setattr(CpuWatch, "busy_share", lambda self: share)
+    monkeypatch.setattr("lab.bench.recorder.SHORTEST_WATCH_S", least_s)
+    assert run([{"prompt": "ABC"}]).metrics.get("others_cpu_share") == recorded
+    assert ("busy: other processes took 31% of the CPU" in capsys.readouterr().out) == (recorded is not None)
 
 
 def test_a_request_that_cannot_be_served_is_recorded_and_the_run_goes_on(run):
