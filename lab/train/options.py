@@ -14,14 +14,16 @@ class TrainOptions:
     data: str | None = None  # JSON lines of texts ({"text"}) or answers; null: the model's own answers to the workload
     start: str | None = None  # a head's folder to begin with; null: the target's last layer
     steps: int = 1000  # optimiser steps
-    batch_tokens: int = 4096  # of a step, padding included
-    max_len: int = 1024  # tokens of a text; longer ones are cut
-    lr: float = 5e-4  # at its highest
+    batch_tokens: int = 4096  # tokens of a step, padding included
+    max_len: int = 1024  # longest text, in tokens; longer ones are cut
+    lr: float = 5e-4  # learning rate, at its highest
     unroll: int = 4  # steps over its own outputs that an EAGLE head is trained for; heads of Medusa
-    decay: float = 0.8  # of the loss's weight from one of these to the next
+    decay: float = 0.8  # factor of the loss's weight from one of these steps to the next
     draft_vocab: int | None = None  # tokens that the head can propose, the most frequent ones; null: all
-    intermediate_size: int | None = None  # of the head's feed-forward; null: the target's
-    aux_layers: tuple[int, int, int] | None = None  # whose inputs EAGLE-3 fuses; null: 2, the middle one, the last but two
+    intermediate_size: int | None = None  # width of the head's feed-forward; null: the target's
+    aux_layers: tuple[int, int, int] | None = (
+        None  # layers whose inputs EAGLE-3 fuses; null: 2, the middle, the last but two
+    )
     validation: int = 64  # texts that are kept apart, a tenth of them at most
     keep_states: bool = False  # the target's hidden states, on disk from one epoch to the next (4.5 KiB a token for smollm2)
     every: int = 100  # steps between checkpoints, with the acceptance on those texts
