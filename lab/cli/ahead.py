@@ -1,9 +1,10 @@
-"""What can be wrong with settings beyond their names and values, seen without torch and the model: the files that they name."""
+"""What can be wrong with settings beyond their names and values and is seen without the model: the files that they name."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from lab.capabilities import Needs
+from lab import registry
+from lab.capabilities import Capabilities, Needs, unmet
 from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.model.source import check_model
@@ -13,19 +14,28 @@ WAYS_TO_SCALE = ("auto", "token_head", "checkpoint", "one")
 
 
 def check_ahead(settings: Settings, seen: set[str] | None = None) -> None:
-    """Raise UserError for a model that is none, a workload that cannot be made (its file is not there, or wrong), a sink or a
-    file of scales that does not exist.
+    """Raise UserError for a model that is none, a workload or a proposer that cannot be made (a file of it is not there, or
+    wrong), a sink or a file of scales that does not exist.
 
     Args:
-        seen: workloads that were found good, which are not made again; the points of a sweep share it.
+        seen: what was found good, and is not made again; the points of a sweep share it.
     """
     check_model(settings.model.path)
     _check_scales(settings.cache)
     _check_sinks(settings.tracking.sinks)
     seen = set() if seen is None else seen
-    if repr(settings.workload) not in seen:
-        resolve("workload", settings.workload, Needs()).make(settings.seed)
-        seen.add(repr(settings.workload))
+    for kind, choice, arguments in (("workload", settings.workload, [settings.seed]), ("spec", settings.spec, [])):
+        if choice.name != "none" and f"{kind}.{choice}" not in seen:
+            resolve(kind, choice, Needs()).make(*arguments)
+            seen.add(f"{kind}.{choice}")
+
+
+def check_packages(settings: Settings) -> None:
+    """Raise UserError for a plugin, chosen by name, whose packages are not installed."""
+    for kind in ("attention", "spec", "quant", "moe"):
+        choice: PluginChoice = getattr(settings, kind)
+        if choice.name != "auto" and unmet(registry.get(kind, choice.name).static_capabilities or Capabilities(), Needs()):
+            resolve(kind, choice, Needs())  # raises, naming those that can
 
 
 def _check_scales(cache: CacheSettings) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import IO
 
 from lab import registry
-from lab.cli.ahead import check_ahead
+from lab.cli.ahead import check_ahead, check_packages
 from lab.cli.arguments import Arguments
 from lab.cli.folders import absent, holds_a_run, named_folder, new_folder, short_name, taken_back_if_refused
 from lab.config import compose_run, plan_sweep, to_plain, to_yaml
@@ -33,6 +33,7 @@ def run(arguments: Arguments) -> int:
         print(to_yaml(composed.settings), end="")
         return 0
     _warn()
+    check_packages(composed.settings)
     check_ahead(composed.settings)
     made = absent(composed.run_dir)
     if any(text.lstrip("+").startswith("hydra.run.dir=") for text in overrides):

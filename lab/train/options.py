@@ -21,9 +21,7 @@ class TrainOptions:
     decay: float = 0.8  # factor of the loss's weight from one of these steps to the next
     draft_vocab: int | None = None  # tokens that the head can propose, the most frequent ones; null: all
     intermediate_size: int | None = None  # width of the head's feed-forward; null: the target's
-    aux_layers: tuple[int, int, int] | None = (
-        None  # layers whose inputs EAGLE-3 fuses; null: 2, the middle, the last but two
-    )
+    aux_layers: tuple[int, int, int] | None = None  # layers whose inputs EAGLE-3 fuses; null: 2, the middle, the last but two
     validation: int = 64  # texts that are kept apart, a tenth of them at most
     keep_states: bool = False  # the target's hidden states, on disk from one epoch to the next (4.5 KiB a token for smollm2)
     every: int = 100  # steps between checkpoints, with the acceptance on those texts

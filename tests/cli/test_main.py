@@ -124,6 +124,8 @@ def test_a_mistake_is_one_message_and_code_2(lab, argv, message):
         ["run", "cache.dtype=int8", "cache.scales=lost"],
         ["run", "-m", "workload.path=null,lost"],
         ["run", "~cache.block_size"],
+        ["run", "attention=flash", "attention.isa=avx1024"],
+        ["run", "attention=lacking"],
         ["rnu"],
         ["run", "--hlep"],
         ["run", "atention=x"],
@@ -147,6 +149,7 @@ def test_a_mistake_is_one_message_and_code_2(lab, argv, message):
 )
 def test_an_answer_at_once_imports_nothing_heavy(argv, tmp_path):
     plugin_files.attention(tmp_path / "mine", "split")
+    plugin_files.attention(tmp_path / "mine", "lacking", packages="'no_such_package',")
     code = (
         "import sys\nfrom lab.__main__ import main\ncode = main(sys.argv[1:])\n"
         f"print('HEAVY', [m for m in {HEAVY} if m in sys.modules])\nsys.exit(code)"

@@ -119,6 +119,10 @@ def test_a_wrong_point_is_told_before_any_is_run(lab, somewhere_else):
     [
         ("workload.path={good},lost.jsonl", "[2/2] workload.path=lost.jsonl: workload: cannot read lost.jsonl: No such file"),
         ("model.path={model},smolm2", "[2/2] model.path=smolm2: no model 'smolm2'. Did you mean 'smollm2'?"),
+        (
+            "spec=eagle spec.format=eagle1,eagle3 spec.head=lost",
+            "[1/2] spec.format=eagle1, [2/2] spec.format=eagle3: spec.head=lo",
+        ),
         ("cache.scales=one,lost.json", "[2/2] cache.scales=lost.json: cache.scales=lost.json: there is no such file."),
         (
             "tracking.sinks=[jsonl],[jsonll]",
@@ -129,7 +133,7 @@ def test_a_wrong_point_is_told_before_any_is_run(lab, somewhere_else):
 def test_a_file_or_model_that_is_not_there_is_told_before_any_point_is_run(lab, small, somewhere_else, model, axis, message):
     good = small[2].removeprefix("workload.path=")
     axis = axis.format(good=good, model=f"'{model}'")
-    outcome = lab("run", "-m", *small, "cache.dtype=int8", axis)
+    outcome = lab("run", "-m", *small, "cache.dtype=int8", *axis.split())
     assert outcome.code == 2 and message in outcome.err
     assert list(somewhere_else.iterdir()) == []
 
