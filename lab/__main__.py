@@ -5,25 +5,37 @@ Exit codes: 0 done; 2 a mistake the user can mend, one message on stderr; 1 a fa
 
 import importlib
 import os
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from lab.errors import UserError
+from lab.interrupt import Interrupt, told_interrupt
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code. A fault of ours passes through as its exception, one of a plugin is named."""
-    with _noting_interrupts() as interrupts:
+    """Run one verb and return the exit code. A fault of ours passes through as its exception, one of a plugin is named.
+
+    Without `argv` it is the process's own command; interrupted, the process ends here where a step still runs.
+    """
+    code = _run_verb(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and code == INTERRUPTED and any(_is_at_work(thread) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an ordinary exit would wait for the step
+    return code
+
+
+def _run_verb(words: list[str]) -> int:
+    with told_interrupt("lab: interrupted") as interrupt:
         try:
             from lab.cli.arguments import parse
             from lab.cli.verbs import VERBS, overview
 
-            arguments = parse(list(sys.argv[1:] if argv is None else argv))
+            arguments = parse(words)
             if arguments.verb is None:
                 print(overview())
                 return 0 if arguments.wants_help else 2
@@ -39,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lab: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            return _say_interrupted()
+            return _interrupted(interrupt)
         except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:  # noqa: BLE001 - raised again unless a plugin is to blame
             from lab.registry import to_blame
 
-            if isinstance(error, ImportError) and interrupts:  # what numpy and torch make of it while they are imported
-                return _say_interrupted()
+            if isinstance(error, ImportError) and interrupt.wanted:  # what numpy and torch make of it while they are imported
+                return INTERRUPTED
             plugin = to_blame(error)
             if plugin is None:
                 raise
@@ -57,28 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
 
 
-def _say_interrupted() -> int:
-    print("lab: interrupted", file=sys.stderr)
-    return 130
+def _interrupted(interrupt: Interrupt) -> int:
+    if not interrupt.wanted:  # nothing was said of it yet
+        print("lab: interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
-@contextmanager
-def _noting_interrupts() -> Iterator[list[int]]:
-    """While open, Ctrl-C raises KeyboardInterrupt as ever and is noted in the list: some make another exception of it."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
-        yield noted
-        return
-
-    def note(number: int, frame: Any) -> None:
-        noted.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _is_at_work(thread: threading.Thread) -> bool:
+    """Whether it is one of ours that the end of the process would wait for."""
+    return thread.name.startswith("lab-") and not thread.daemon
 
 
 if __name__ == "__main__":

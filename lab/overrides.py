@@ -4,6 +4,7 @@ Whatever Hydra and OmegaConf raise on the way becomes one message of ours. `lab.
 """
 
 import dataclasses
+import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ class Session:
         parsed = [self.read(text) for text in texts]
         for override in parsed:
             check_name(override.key_or_group)
+            if override.is_delete():
+                check_removal(override.key_or_group)
         return parsed
 
     def read(self, text: str) -> Override:
@@ -171,6 +174,28 @@ def check_name(name: str) -> None:
             return
         if not dataclasses.is_dataclass(cls) and i + 1 < len(parts):
             raise UserError(f"no setting '{name}': {where[:-1]} is a single value.")
+
+
+def check_removal(name: str) -> None:
+    """Refuse ~NAME for a setting that a run cannot be without. What the user puts beside those can be taken away again: a
+    plugin, its options, and the entries of sampling, goodput and the like.
+    """
+    parts = re.split(r"[@]", name)[0].split(".")
+    if _is_hydras(name) or name == EXPERIMENT:
+        return
+    value: Any = Settings()
+    for part in parts:
+        if isinstance(value, PluginChoice) and part != "name" or isinstance(value, dict):
+            return
+        value = getattr(value, part)
+    if isinstance(value, PluginChoice | dict):
+        return
+    default = "" if dataclasses.is_dataclass(value) else f", or give its default: {name}={_as_typed(value)}"
+    raise UserError(f"~{name}: a run cannot be without this setting. Leave ~{name} out{default}.")
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def ambiguous(override: Override) -> UserError:

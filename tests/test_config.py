@@ -142,7 +142,8 @@ class TestSpellings:
             "max_tokens": 128,
             "stop": ["x"],
         }
-        assert compose(["~cache.block_size"]).cache.block_size == Settings().cache.block_size
+        assert compose(["~sampling.max_tokens"]).sampling == {"temperature": 0.0}
+        assert compose(["spec=ngram", "spec.num_drafts=3", "~spec.num_drafts"]).spec == PluginChoice("ngram")
 
     def test_hydras_own_names_are_left_alone(self):
         texts = ["hydra.run.dir=x", "+hydra.job.env_set.A=b", "~seed"]
@@ -209,6 +210,23 @@ class TestMistakes:
                 "hydra.sweeper.params.x: an axis of a sweep is given by its own name, with the flag",
             ),
             (["+hydra.sweeper.params={seed: 1}"], "hydra.sweeper.params: an axis of a sweep is given by its own name"),
+            (
+                ["~cache.block_size"],
+                "~cache.block_size: a run cannot be without this setting. Leave ~cache.block_size out, or give its default: "
+                "cache.block_size=16.",
+            ),
+            (["cache.num_blocks=8", "~cache.num_blocks"], "~cache.num_blocks: a run cannot be without this setting. Leave"),
+            (["~cache.num_blocks=null"], "~cache.num_blocks: a run cannot be without this setting. Leave ~cache.num_blocks"),
+            (
+                ["~device"],
+                "~device: a run cannot be without this setting. Leave ~device out, or give its default: device=auto.",
+            ),
+            (
+                ["~spec.name"],
+                "~spec.name: a run cannot be without this setting. Leave ~spec.name out, or give its default: spec.",
+            ),
+            (["~cache"], "~cache: a run cannot be without this setting. Leave ~cache out."),
+            (["~model"], "~model: a run cannot be without this setting. Leave ~model out."),
             (["hydra=1"], "Hydra cannot be set up with hydra=1: ValueError: Config group override must be"),
             (["seed=1", "hydra/sweeper=[1]"], "Hydra cannot be set up with hydra/sweeper=[1]: TypeError: "),
             (["hydra.job.env_copy=[NOT_SET]"], "Hydra cannot be set up with hydra.job.env_copy=[NOT_SET]: KeyError: "),

@@ -27,6 +27,7 @@ MODULE_LINES, MODULE_LINES_AIM, FUNCTION_LINES, CLASS_METHODS = 600, 400, 80, 20
 # layers: nothing imports from below itself, apart from lab.__init__, which offers the engine on demand.
 LEAVES = {
     "errors",
+    "interrupt",
     "types",
     "sampling_params",
     "settings",
@@ -40,6 +41,7 @@ LEAVES = {
 }
 MAY_IMPORT = {
     "errors": set(),
+    "interrupt": set(),
     "sampling_params": {"errors"},
     "types": {"sampling_params"},
     "settings": {"errors", "sampling_params"},
@@ -70,7 +72,7 @@ MAY_IMPORT = {
     "cli": LEAVES
     | {"plugin_source", "registry", "overrides", "config", "engine", "model"}
     | {"metrics", "bench", "train", "checks", "report", "cli"},
-    "__main__": {"errors", "config", "registry", "cli"},
+    "__main__": {"errors", "interrupt", "config", "registry", "cli"},
     "__init__": {"errors", "sampling_params", "engine"},
 }
 HYDRA_IMPORTERS = ("lab/config.py", "lab/overrides.py", "lab/__main__.py", "lab/cli/")
@@ -86,7 +88,10 @@ NO_TORCH = ("lab.config", "lab.overrides", "lab.__main__", "lab.cli", "lab.model
 # Where an exception of any type may be caught, and why nothing is hidden by it.
 BROAD_EXCEPTS = {
     ("lab/registry.py", "load"): "a plugin's import may fail in any way; its traceback becomes the message",
-    ("lab/__main__.py", "main"): "what a plugin raises is told with its name, below its traceback; all else passes through",
+    (
+        "lab/__main__.py",
+        "_run_verb",
+    ): "what a plugin raises is told with its name, below its traceback; all else passes through",
     ("lab/engine/engine.py", "step"): "whatever a step raises ends its requests, with the error, and not the engine",
     ("lab/bench/recorder.py", "_guarded"): "tracking may fail in any way and never fails the run; the log has it all",
     ("lab/checks/__init__.py", "_reason"): "whatever a plugin raises under a check is a finding, and is reported as one",

@@ -20,11 +20,11 @@ from lab.bench.sender import Planned, Sender, plan
 from lab.capabilities import Needs
 from lab.contracts.sink import RunInfo
 from lab.contracts.workload import ModelFacts
-from lab.engine.interrupt import gentle_interrupt
 from lab.engine.resolution import Resolved, resolve
 from lab.engine.stack import Stack, build_stack
 from lab.engine.tokenizer import encode
 from lab.errors import UserError
+from lab.interrupt import WRITING, gentle_interrupt
 from lab.metrics.environment import describe
 from lab.metrics.roofline import floors, measure_device
 from lab.registry import discover
@@ -143,7 +143,7 @@ def _prepare(
 
 def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
     """Send, step, record; whatever ends it, metrics.json is written of what was done."""
-    recorder, exit_code, error = job.recorder, FAULT, None
+    recorder, exit_code, error, at_once = job.recorder, FAULT, None, False
     if job.profile is not None:
         sleep = job.profile.idle(sleep)
     try:
@@ -156,28 +156,33 @@ def _run(job: _Job, folder: Path, sleep: Callable[[float], None]) -> _Ending:
         exit_code = INTERRUPTED if interrupt.wanted and recorder.num_ended < len(job.planned) else _exit_code(recorder)
     except UserError as mistake:
         exit_code, error = USER_ERROR, mistake
-    except KeyboardInterrupt:
-        exit_code = INTERRUPTED
+    except KeyboardInterrupt:  # the second Ctrl-C
+        exit_code, at_once = INTERRUPTED, True
+        job.stack.engine.abandon()
     finally:
-        recorder.close()
-        metrics = recorder.metrics()
-        if exit_code == INTERRUPTED:
-            log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
-            metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
-        try:
-            if job.profile is not None:
-                metrics |= job.profile.finish(folder)
-            _keep(job, folder, metrics, exit_code)
-        except UserError as mistake:
-            exit_code, error = USER_ERROR, error or mistake
-    return _Ending(exit_code, metrics, error)
+        with gentle_interrupt(WRITING):
+            ending = _keep(job, folder, exit_code, error, profile=None if at_once else job.profile)
+    return ending
 
 
-def _keep(job: _Job, folder: Path, metrics: dict[str, Any], exit_code: int) -> None:
+def _keep(job: _Job, folder: Path, exit_code: int, error: UserError | None, *, profile: Profile | None) -> _Ending:
+    """Write metrics.json, and of a profiled run its trace, which needs the runner's thread."""
+    recorder = job.recorder
+    recorder.close()
+    metrics = recorder.metrics()
+    if exit_code == INTERRUPTED:
+        log.warning("interrupted: %d of %d requests had ended", recorder.num_ended, len(job.planned))
+        metrics |= {"interrupted": True, "num_unfinished": len(job.planned) - recorder.num_ended}
     try:
-        write_json(folder / "metrics.json", metrics)
-    finally:
-        job.sinks.finish(metrics, exit_code)
+        if profile is not None:
+            metrics |= profile.finish(folder)
+        try:
+            write_json(folder / "metrics.json", metrics)
+        finally:
+            job.sinks.finish(metrics, exit_code)
+    except UserError as mistake:
+        exit_code, error = USER_ERROR, error or mistake
+    return _Ending(exit_code, metrics, error)
 
 
 def _exit_code(recorder: Recorder) -> int:

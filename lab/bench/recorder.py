@@ -13,6 +13,7 @@ from lab.engine.generation import Generation
 from lab.engine.kv_cache import row_slack
 from lab.engine.request_output import RequestOutput
 from lab.metrics.environment import peak_device_bytes, peak_rss_bytes
+from lab.metrics.quiet import SHORTEST_WATCH_S, CpuWatch
 from lab.metrics.roofline import DeviceFacts, Floors
 from lab.metrics.spec import RequestDrafts, SpecTimes
 from lab.metrics.summary import RequestTotals, StepTotals
@@ -87,9 +88,11 @@ class Recorder:
         self._startup_s = startup_s
         self._device = device
         self._floors = floors
+        self._cpu = CpuWatch()  # from the run's start
 
     def start(self, now_s: float) -> None:
         self.start_s = self.last_s = now_s
+        self._cpu = CpuWatch()
         self._engine.on_step = self._step
 
     @property
@@ -153,6 +156,8 @@ class Recorder:
         blocks, facts = self._engine.blocks, self._engine.facts
         found = self.requests.metrics(self.last_s - self.start_s)
         found["num_steps"] = self.steps.num_steps
+        if self._cpu.seconds >= SHORTEST_WATCH_S and (share := self._cpu.busy_share()) is not None:
+            found["others_cpu_share"] = share
         if blocks.enable_prefix_caching:
             stats = blocks.stats
             found["prefix_cache"] = {"queries": stats.queries, "hits": stats.hits, "hit_rate": stats.hit_rate}

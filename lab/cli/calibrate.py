@@ -1,13 +1,14 @@
 """`lab calibrate`: the ranges of keys and values over a workload, for the fixed scales of a quantized KV cache."""
 
-import importlib
 import json
 from pathlib import Path
 
 from lab import registry
+from lab.cli.ahead import check_ahead
 from lab.cli.arguments import Arguments
 from lab.config import compose
 from lab.errors import UserError, unknown
+from lab.interrupt import import_interruptibly
 
 GRANULARITIES = ("head", "tensor")
 
@@ -24,7 +25,8 @@ def calibrate(arguments: Arguments) -> int:
     if not path.parent.is_dir():
         raise UserError(f"--out={path}: there is no folder {path.parent}.")
     settings = compose(arguments.overrides, arguments.config_dirs)
-    job = importlib.import_module("lab.bench.calibrate")  # brings torch, which an answer to a typo must not wait for
+    check_ahead(settings)
+    job = import_interruptibly("lab.bench.calibrate")  # brings torch, which an answer to a typo must not wait for
     record = job.calibrate(settings, path, per_head=per == "head")
     if arguments.json:
         print(json.dumps(record))

@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lab.errors import UserError
@@ -10,6 +11,7 @@ from lab.errors import UserError
 MAX_NAME = 80  # characters; file systems allow 255 bytes, people read fewer
 QUOTES_AND_SLASHES = "'\"/ "
 BEGINNINGS = ("config.yaml", "log.txt")  # what a run writes before anything is known
+BEFORE_RESULTS = (*BEGINNINGS, "resolved.json", "env.json")  # and before its first request
 RESULTS = ("metrics.json", "requests.jsonl", "steps.jsonl", "sweep.json", "sweep.csv")
 UNNAMED = ("hydra.", "tracking.")  # overrides that say where a run goes, not what it is
 
@@ -23,6 +25,34 @@ def short_name(overrides: Sequence[str]) -> str:
         digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
         name = f"{name[: MAX_NAME - len(digest) - 1]}-{digest}"
     return name or "run"
+
+
+def absent(path: str | Path) -> list[Path]:
+    """Those of a folder and the folders above it that do not exist, the innermost first."""
+    folder = Path(path).expanduser().absolute()
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
+@contextmanager
+def taken_back_if_refused(folder: Path, made: Sequence[Path], begun: Collection[str] = ()) -> Iterator[None]:
+    """While open, a UserError takes away what a run has put into its folder, and the folders `made` for it, innermost first.
+
+    Not once there is more than the beginnings of a run, which is worth keeping: then the message says where that is. What was
+    there before stays, but for the files that have `begun` the run already.
+    """
+    before = {file for file in folder.iterdir() if file.name not in begun}
+    try:
+        yield
+    except UserError as error:
+        files = set(folder.iterdir()) - before
+        if any(file.name not in BEFORE_RESULTS for file in files):
+            raise UserError(f"{error}\nWhat there was by then is in {folder}.") from None
+        for file in files:
+            file.unlink()
+        for one in made:
+            with suppress(OSError):  # it holds something else meanwhile
+                one.rmdir()
+        raise
 
 
 def new_folder(path: str | Path) -> Path:
@@ -44,13 +74,19 @@ def new_folder(path: str | Path) -> Path:
 
 def named_folder(path: str | Path) -> Path:
     """The folder that the user named, made if missing. Raises UserError when it holds a run or sweep already."""
+    folder = made_folder(path)
+    if any((folder / file).exists() for file in ("config.yaml", "metrics.json", "sweep.json")):
+        raise holds_a_run(folder)
+    return folder
+
+
+def made_folder(path: str | Path) -> Path:
+    """Make a folder where it is missing. Raises UserError where that cannot be done."""
     folder = Path(path).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_make(folder, error) from None
-    if any((folder / file).exists() for file in ("config.yaml", "metrics.json", "sweep.json")):
-        raise holds_a_run(folder)
     return folder
 
 
@@ -73,13 +109,18 @@ def point_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(
-            f"two points of the sweep would share the folder {path}: hydra.sweep.subdir must tell them apart, "
-            "e.g. by ${hydra.job.num}."
-        ) from None
+        raise points_share(path) from None
     except OSError as error:
         raise _cannot_make(path, error) from None
     return path
+
+
+def points_share(folder: Path) -> UserError:
+    """The error for a sweep whose points cannot have folders of their own."""
+    return UserError(
+        f"two points of the sweep would share the folder {folder}: hydra.sweep.subdir must tell them apart, "
+        "e.g. by ${hydra.job.num}."
+    )
 
 
 def _cannot_make(folder: Path, error: OSError) -> UserError:

@@ -70,10 +70,11 @@ def _record(entry: Entry) -> dict[str, Any]:
 
 def options_of(entry: Entry) -> list[tuple[str, str, str, str]]:
     """Name, type, default and documentation of each option; a nested one by its dotted name."""
-    return _fields(entry.options, entry.option_docs, "")
+    return fields_of(entry.options, entry.option_docs, "")
 
 
-def _fields(cls: type, docs: dict[str, str], prefix: str) -> list[tuple[str, str, str, str]]:
+def fields_of(cls: type, docs: dict[str, str], prefix: str) -> list[tuple[str, str, str, str]]:
+    """Of the fields of a dataclass what `options_of` tells, by their names after `prefix`; `docs` are the comments on them."""
     rows = []
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -81,7 +82,7 @@ def _fields(cls: type, docs: dict[str, str], prefix: str) -> list[tuple[str, str
             continue
         hint, name = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
-            rows += _fields(hint, field_docs(hint), f"{name}.")
+            rows += fields_of(hint, field_docs(hint), f"{name}.")
             continue
         default = "required"
         if field.default is not dataclasses.MISSING:

@@ -1,13 +1,16 @@
 """`lab run`: one run in this process, or a sweep of runs in processes of their own."""
 
-import importlib
 import sys
+from pathlib import Path
+from typing import IO
 
 from lab import registry
+from lab.cli.ahead import check_ahead, check_packages
 from lab.cli.arguments import Arguments
-from lab.cli.folders import holds_a_run, named_folder, new_folder, short_name
+from lab.cli.folders import absent, holds_a_run, named_folder, new_folder, short_name, taken_back_if_refused
 from lab.config import compose_run, plan_sweep, to_plain, to_yaml
 from lab.errors import UserError
+from lab.interrupt import import_interruptibly
 from lab.overrides import quoted
 
 
@@ -30,17 +33,37 @@ def run(arguments: Arguments) -> int:
         print(to_yaml(composed.settings), end="")
         return 0
     _warn()
-    is_named = any(text.lstrip("+").startswith("hydra.run.dir=") for text in overrides)
-    folder = named_folder(composed.run_dir) if is_named else new_folder(composed.run_dir)
+    check_packages(composed.settings)
+    check_ahead(composed.settings)
+    made = absent(composed.run_dir)
+    if any(text.lstrip("+").startswith("hydra.run.dir=") for text in overrides):
+        folder = named_folder(composed.run_dir)
+    else:
+        folder = new_folder(composed.run_dir)
+        made = [folder, *(one for one in made if one != folder)]
+    config = _claim(folder)
+    with taken_back_if_refused(folder, made, begun=["config.yaml"]):
+        _fill(config, to_yaml(composed.settings))
+        job = import_interruptibly("lab.bench.job")  # brings torch, which an answer to a typo must not wait for
+        return job.run_job(composed.settings, folder, config=to_plain(composed.settings), as_json=arguments.json)
+
+
+def _claim(folder: Path) -> IO[str]:
+    """The run's config.yaml, open and empty, which makes the folder this run's."""
     try:
-        with (folder / "config.yaml").open("x", encoding="utf-8") as file:
-            file.write(to_yaml(composed.settings))
+        return (folder / "config.yaml").open("x", encoding="utf-8")
     except FileExistsError:  # another run took the folder since we looked
         raise holds_a_run(folder) from None
     except OSError as error:
         raise UserError(f"cannot write {folder / 'config.yaml'}: {error.strerror}.") from None
-    job = importlib.import_module("lab.bench.job")  # brings torch, which an answer to a typo must not wait for
-    return job.run_job(composed.settings, folder, config=to_plain(composed.settings), as_json=arguments.json)
+
+
+def _fill(file: IO[str], text: str) -> None:
+    try:
+        with file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {file.name}: {error.strerror}.") from None
 
 
 def _warn() -> None:

@@ -13,19 +13,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from lab.cli.ahead import check_ahead
 from lab.cli.arguments import Arguments
-from lab.cli.folders import named_folder, new_folder, point_folder, short_name
+from lab.cli.folders import named_folder, new_folder, point_folder, points_share, short_name
 from lab.cli.table import number, print_table
 from lab.config import Composed, SweepPlan, compose_run
 from lab.errors import UserError
+from lab.interrupt import told_interrupt
+from lab.metrics.quiet import taken_by_others
 from lab.overrides import quoted
 from lab.report.comparison import write_report
 from lab.report.rows import read_rows
 
+STOPPING_POINT = "lab: stopping this point after its running step and writing what is there; Ctrl-C again stops at once"
 GRACE_S = 60  # for an interrupted point to write what it has finished
 METRICS = (  # the columns of sweep.csv, dotted names of metrics.json
     "num_requests",
@@ -50,6 +55,7 @@ METRICS = (  # the columns of sweep.csv, dotted names of metrics.json
     "memory.peak_rss_bytes",
     "memory.peak_device_bytes",
     "roofline.floor_ratio",
+    "others_cpu_share",
 )
 SHOWN = {  # of those, the columns of the printed table
     "output_tok_per_s": "out tok/s",
@@ -104,14 +110,14 @@ class Sweep:
         self.points = points
         self.out: TextIO = sys.stderr if arguments.json else sys.stdout
 
-    def run(self, refused: dict[int, str]) -> int:
-        """Run every point; `refused` holds, by number, those that cannot be composed. Returns the exit code."""
+    def run(self) -> int:
+        """Run every point. Returns the exit code."""
         self.write()
         print(f"sweep of {len(self.points)} points in {self.folder}", *self.plan.notes, sep="\n", file=self.out, flush=True)
         interrupted = False
         try:
             for point in self.points:
-                self._run_point(point, refused.get(point.number))
+                self._run_point(point)
                 if self.arguments.fail_fast and point.status == "failed":
                     break
         except KeyboardInterrupt:
@@ -142,21 +148,19 @@ class Sweep:
             except OSError as error:
                 raise UserError(f"cannot write {self.folder / name}: {error.strerror}.") from None
 
-    def _run_point(self, point: Point, refused: str | None) -> None:
-        print(" ".join([f"[{point.number}/{len(self.points)}]", *_label(point), "... "]), end="", file=self.out, flush=True)
+    def _run_point(self, point: Point) -> None:
+        print(
+            " ".join([f"[{point.number}/{len(self.points)}]", *_label(point.params), "... "]), end="", file=self.out, flush=True
+        )
         log = point.folder / "console.txt"
         start = time.monotonic()
         point.status = "running"
         self.write()
-        if refused is not None:
-            log.write_text(f"lab: {refused}\n", encoding="utf-8")
-            point.exit_code = 2
-        else:
-            command = [sys.executable, "-P", "-m", "lab", "run", *(f"--plugins={p}" for p in self.arguments.plugins)]
-            command += [f"--config-dir={d}" for d in self.arguments.config_dirs]
-            command += [*point.overrides, f"hydra.run.dir={quoted(str(point.folder))}", "hydra.mode=RUN"]
-            with log.open("wb") as file:
-                point.exit_code = _run_child(command, file)
+        command = [sys.executable, "-P", "-m", "lab", "run", *(f"--plugins={p}" for p in self.arguments.plugins)]
+        command += [f"--config-dir={d}" for d in self.arguments.config_dirs]
+        command += [*point.overrides, f"hydra.run.dir={quoted(str(point.folder))}", "hydra.mode=RUN"]
+        with log.open("wb") as file:
+            point.exit_code = _run_child(command, file)
         point.seconds = time.monotonic() - start
         if point.exit_code:
             point.reason = _reason(point.exit_code, log)
@@ -189,6 +193,8 @@ class Sweep:
             rows.append([str(p.number), *p.params.values(), p.status, *values, *([p.reason] if failed else [])])
         print()
         print_table(headers, rows)
+        if busy := [f"{share} during point {p.number}" for p in self.points if (share := taken_by_others(p.metrics))]:
+            print(f"\nthe machine was busy, and these times say little: other processes took of the CPU {', '.join(busy)}")
         print(
             f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}\n{self.folder}\nplots and tokens: {page}"
         )
@@ -213,36 +219,46 @@ class Sweep:
 
 
 def run_sweep(plan: SweepPlan, arguments: Arguments) -> int:
-    """Run the sweep and return its exit code. Raises UserError when not a single point can be composed."""
-    composed: list[tuple[list[str], dict[str, str], Composed | UserError]] = []
+    """Run the sweep and return its exit code. Raises UserError, and has made nothing, when a point can be seen to be wrong."""
+    composed: list[tuple[list[str], dict[str, str], Composed]] = []
+    wrong: dict[str, list[str]] = {}  # the points that a message is about
+    good_workloads: set[str] = set()
     for i, texts in enumerate(plan.points, 1):
         swept = [t for t in texts if t.partition("=")[0] in plan.swept]
-        name = short_name(swept)
-        overrides = [t for t in texts if not t.startswith("hydra.job.name=")] + [f"hydra.job.name={quoted(name)}"]
-        try:
-            outcome: Composed | UserError = compose_run(overrides, arguments.config_dirs, point=i)
-        except UserError as error:
-            outcome = error
         values = {t.partition("=")[0]: t.partition("=")[2] for t in swept}
         params = {key.lstrip("+"): values.get(key, "") for key in plan.swept}
-        composed.append((overrides, params, outcome))
-    errors = [outcome for _, _, outcome in composed if isinstance(outcome, UserError)]
-    if len(errors) == len(composed):
-        raise errors[0]
+        overrides = [t for t in texts if not t.startswith("hydra.job.name=")]
+        overrides.append(f"hydra.job.name={quoted(short_name(swept))}")
+        try:
+            outcome = compose_run(overrides, arguments.config_dirs, point=i)
+            check_ahead(outcome.settings, good_workloads)
+        except UserError as error:
+            wrong.setdefault(str(error), []).append(" ".join([f"[{i}/{len(plan.points)}]", *_label(params)]))
+        else:
+            composed.append((overrides, params, outcome))
+    if wrong:
+        raise _refusal(wrong, len(plan.points))
 
+    subdirs = [outcome.sweep_subdir for _, _, outcome in composed]
+    if shared := next((subdir for subdir in subdirs if subdirs.count(subdir) > 1), None):
+        raise points_share(Path(plan.directory) / shared)
     is_named = any(t.startswith("hydra.sweep.dir=") for t in plan.points[0])
     folder = named_folder(plan.directory) if is_named else new_folder(plan.directory)
-    points, refused = [], {}
+    points = []
     for i, (overrides, params, outcome) in enumerate(composed, 1):
-        if isinstance(outcome, UserError):
-            refused[i] = str(outcome)
-            subdir, group = f"{i}_{short_name([f'{k}={v}' for k, v in params.items()])}", None
-        else:
-            subdir, group = outcome.sweep_subdir, outcome.settings.tracking.wandb.group
-        tracking = [f"tracking.wandb.group={quoted(group or folder.name)}", "tracking.wandb.job_type=sweep"]
-        points.append(Point(i, [*overrides, *tracking], params, point_folder(folder / subdir)))
-    with _terminated_like_interrupted():
-        return Sweep(plan, arguments, folder, points).run(refused)
+        group = outcome.settings.tracking.wandb.group or folder.name
+        tracking = [f"tracking.wandb.group={quoted(group)}", "tracking.wandb.job_type=sweep"]
+        points.append(Point(i, [*overrides, *tracking], params, point_folder(folder / outcome.sweep_subdir)))
+    with told_interrupt(STOPPING_POINT), _terminated_like_interrupted():
+        return Sweep(plan, arguments, folder, points).run()
+
+
+def _refusal(wrong: Mapping[str, Sequence[str]], num_points: int) -> UserError:
+    """One message of all points that are wrong, each mistake once."""
+    count = sum(map(len, wrong.values()))
+    which = f"{count} of the sweep's {num_points} points" if num_points > 1 else "the sweep's only point"
+    told = (f"{', '.join(points)}: {message}" for message, points in wrong.items())
+    return UserError("\n".join([f"nothing was run, for {which} cannot be:", *told]))
 
 
 def _run_child(command: list[str], log: Any) -> int:
@@ -270,7 +286,7 @@ def _run_child(command: list[str], log: Any) -> int:
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Any:
     """Let SIGTERM end the sweep as Ctrl-C does: without it, the running point would go on alone."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
         yield
     finally:
@@ -298,8 +314,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _label(point: Point) -> list[str]:
-    return [f"{name}={value}" for name, value in point.params.items()]
+def _label(params: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in params.items()]
 
 
 def _outcome(point: Point) -> str:

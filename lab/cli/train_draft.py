@@ -1,13 +1,15 @@
 """`lab train-draft`: a draft head for a model, from the model's own answers or from texts."""
 
-import importlib
 import json
 from pathlib import Path
 
 from lab import registry
+from lab.cli.ahead import check_ahead
 from lab.cli.arguments import Arguments
+from lab.cli.folders import absent, made_folder, taken_back_if_refused
 from lab.config import compose, take_options
 from lab.errors import UserError
+from lab.interrupt import import_interruptibly
 from lab.train.options import TrainOptions
 
 
@@ -18,9 +20,15 @@ def train_draft(arguments: Arguments) -> int:
         raise UserError("name the folder to write: lab train-draft --out=FOLDER.")
     options, overrides = take_options("train", TrainOptions, arguments.overrides)
     settings = compose(overrides, arguments.config_dirs)
-    folder = Path(arguments.out[0]).expanduser()
-    job = importlib.import_module("lab.train.job")  # brings torch, which an answer to a typo must not wait for
-    report = job.train_draft(settings, options, folder)
+    if options.data is None:
+        check_ahead(settings)
+    elif not Path(options.data).expanduser().is_file():
+        raise UserError(f"train.data={options.data}: there is no such file.")
+    made = absent(arguments.out[0])
+    folder = made_folder(arguments.out[0])
+    with taken_back_if_refused(folder, made):
+        job = import_interruptibly("lab.train.job")  # brings torch, which an answer to a typo must not wait for
+        report = job.train_draft(settings, options, folder)
     if arguments.json:
         print(json.dumps(report))
     else:

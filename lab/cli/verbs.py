@@ -1,5 +1,6 @@
 """The verbs of the command line: what each does, its flags, and the function that does it."""
 
+import importlib
 from dataclasses import dataclass
 
 
@@ -23,7 +24,7 @@ CONFIG_DIR = Flag(("--config-dir",), "config_dirs", "a folder with more configur
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb. `target` is imported only when the verb is used."""
+    """One verb. `target` is imported only when the verb is used, and `listing`, which makes a part of its help, for that."""
 
     name: str
     summary: str
@@ -31,6 +32,7 @@ class Verb:
     usage: str
     text: str
     flags: tuple[Flag, ...] = ()
+    listing: str = ""
 
     def all_flags(self) -> tuple[Flag, ...]:
         return (*COMMON_FLAGS, *self.flags)
@@ -39,14 +41,18 @@ class Verb:
         rows = [(", ".join(f.names) + (f"={f.value}" if f.value else ""), f.doc) for f in self.all_flags()]
         width = max(len(name) for name, _ in rows)
         flags = "\n".join(f"  {name:<{width}}  {doc}" for name, doc in rows)
-        return f"{self.summary}\n\nUsage: lab {self.usage}\n\n{self.text.strip()}\n\nFlags:\n{flags}"
+        parts = [self.summary, f"Usage: lab {self.usage}", self.text.strip(), f"Flags:\n{flags}"]
+        if self.listing:
+            module, _, function = self.listing.partition(":")
+            parts.append(getattr(importlib.import_module(module), function)())
+        return "\n\n".join(parts)
 
 
 RUN_TEXT = """
 Loads a model, runs a workload on it and writes a run folder (config.yaml, resolved.json, metrics.json, requests.jsonl,
 steps.jsonl), then prints a table and the folder's path.
 
-Overrides are NAME=VALUE with the names of conf/config.yaml, where each stands with its default and a comment:
+Overrides are NAME=VALUE with the names that stand at the end of this text:
   lab run cache.block_size=32 sampling.max_tokens=64
   lab run +attention=sdpa                    a plugin; attention=sdpa and ++attention=sdpa mean the same
   lab run +spec=ngram spec.num_drafts=4      an option of a plugin; `lab plugins spec` lists them
@@ -56,9 +62,13 @@ Overrides are NAME=VALUE with the names of conf/config.yaml, where each stands w
 Sweeps: with -m every comma makes another point, and all combinations are run, each in its own process:
   lab run -m +attention=eager,sdpa cache.block_size=8,16
   lab run -m 'seed=range(0,5)' '+workload=glob(*)'
-A point that fails is a row of the table with its reason; its folder holds the log. The sweep's folder gets sweep.csv,
-sweep.json and a comparison with plots, report.html and report.md. Exit code: 0 when every point is ok, 2 when every point
-failed by a mistake the user can mend, else 1.
+All points are checked before the first one starts, and none is run while one of them names what is not there. A point that
+fails later is a row of the table with its reason; its folder holds the log. The sweep's folder gets sweep.csv, sweep.json
+and a comparison with plots, report.html and report.md. Exit code: 0 when every point is ok, 2 when every point failed by a
+mistake the user can mend, else 1.
+
+Ctrl-C ends a run after the running step, and what is there is written; a second one does not wait. A run that is refused leaves
+no folder.
 
 Values are read by Hydra's grammar, so what it must not read as a list needs quotes of its own inside the shell's:
   sampling.stop='"a,b"'         one text with a comma           sampling.stop='[a,b]'   a list of two texts
@@ -84,6 +94,7 @@ VERBS = {
                 Flag(("--print-config",), "print_config", "print the settings that the overrides come to, and do not run"),
                 CONFIG_DIR,
             ),
+            "lab.cli.reference:settings",
         ),
         Verb(
             "plugins",
@@ -94,7 +105,7 @@ VERBS = {
 Without an argument every plugin in a line; with a kind those of that kind with their options; with KIND.NAME all of one.
 A plugin that cannot be used on this machine is listed with the reason, a broken one with its error.
 
-Kinds: attention, spec, quant, moe, policy, sink, workload.
+KIND is one of attention, spec, draft_length, quant, moe, policy, workload, sink.
 """,
         ),
         Verb(
@@ -105,6 +116,7 @@ Kinds: attention, spec, quant, moe, policy, sink, workload.
             """
 Runs every contract test of the kind on that plugin, one line each, and ends with a verdict:
   lab check attention=mine --plugins=my_plugins
+KIND is one of attention, spec, draft_length, quant, moe, policy, workload, sink; `lab plugins KIND.NAME` lists the options.
 +KIND=NAME, KIND.NAME and scheduler.policy=NAME are understood as well. A check of something that the plugin does not
 declare is not made, and says `not declared`.
 
@@ -125,12 +137,14 @@ the mode that W&B would use, and every plugin that cannot be used here with the 
             "roofline",
             "Print the floors of a model on this machine's device.",
             "lab.cli.roofline:roofline",
-            "roofline [model=NAME | model.path=PATH] [model.dtype=DTYPE] [device=cpu|cuda] [flags]",
+            "roofline [flags] [overrides]",
             """
 What no implementation can beat: bytes of weights and of KV cache per token, FLOPs per token, the time of a decode step and
 tokens per second at batch 1, the ridge (FLOPs per byte where arithmetic becomes the limit), B_sat (the batch from which it
 does) and how many sequences fit in the memory. The device's bandwidth and peak are measured once and kept in the cache.
-Only config.json of the model is read: model.path may be a folder without weights.
+Only config.json of the model is read: model.path may be a folder without weights. The settings are those of `lab run`, see its
+help; those that matter are model.path (or model=NAME), model.dtype, model.max_model_len, device, num_threads, cache.dtype,
+cache.memory_bytes and cache.memory_utilization.
 """,
             (CONFIG_DIR, Flag(("--measure",), "measure", "measure the device again; the higher of both results is kept")),
         ),
@@ -143,7 +157,8 @@ Only config.json of the model is read: model.path may be a folder without weight
 Runs a workload and keeps the largest magnitudes that each layer's keys and values reach. The file serves both quantized dtypes:
   lab calibrate --out=ranges.json workload.path=prompts.jsonl
   lab run cache.dtype=int8 cache.scales=ranges.json
-Whatever lies beyond a range is clipped, so the workload should be like what will be served.
+Whatever lies beyond a range is clipped, so the workload should be like what will be served. The settings are those of
+`lab run`, see its help.
 """,
             (
                 CONFIG_DIR,
@@ -177,11 +192,11 @@ the target's hidden states are there: they are made batch by batch and not store
   lab run +spec=eagle spec.head=head
 With train.data=FILE it learns from texts instead: JSON lines of {"text": ...}, or of answers that were kept before.
 The head is written in the published format of its kind (train.kind=eagle3 | eagle1 | medusa1), with train.json beside it: its
-acceptance by draft position on texts that it did not see. Stopped and called again, it goes on where it was.
-
-Options: train.NAME with the names, defaults and comments of lab/train/options.py.
+acceptance by draft position on texts that it did not see. Stopped (Ctrl-C ends it after the running step) and called again, it
+goes on where it was. Beside the options below it takes the settings of `lab run`, see its help.
 """,
             (CONFIG_DIR, Flag(("--out",), "out", "the folder to write", "FOLDER")),
+            "lab.cli.reference:train_options",
         ),
         Verb("version", "", "lab.cli.version:version", "--version", "Print the version."),
     )
@@ -197,7 +212,7 @@ def overview() -> str:
         "lab: a laboratory bench for LLM inference.\n\n"
         "Usage: lab VERB [flags] [overrides]      (or python -m lab VERB ...)\n\n"
         f"{verbs}\n\n"
-        "`lab VERB --help` says more; conf/config.yaml lists every setting.\n\n"
+        "`lab VERB --help` says more; `lab run --help` lists every setting.\n\n"
         "  lab run                                          the default model on the default workload\n"
         "  lab run +attention=sdpa cache.block_size=32      change a plugin and a setting\n"
         "  lab run -m +attention=eager,sdpa                 compare: every combination in its own process"

@@ -195,6 +195,11 @@ class Engine:
             self._executor.collect()
         self._executor.close()
 
+    def abandon(self) -> None:
+        """End without waiting for what is in flight: a step that runs goes on, and nobody asks for its result."""
+        self._in_flight.clear()
+        self._executor.abandon()
+
     def _fail(self, error: Exception) -> list[Update]:
         """End every request with the error: what the failed step left in the cache cannot be told."""
         log.error("a step failed:\n%s", "".join(traceback.format_exception(error)).rstrip())

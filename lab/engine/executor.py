@@ -51,3 +51,10 @@ class InProcessExecutor:
     def close(self) -> None:
         if self._thread:
             self._thread.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """Drop all that is queued and wait for nothing, the running step included; no step can follow."""
+        self._pending.clear()
+        if self._thread:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None

@@ -9,11 +9,11 @@ from typing import Any
 from lab.engine.engine import Engine
 from lab.engine.frontend import Prompt
 from lab.engine.generation import Generation
-from lab.engine.interrupt import Interrupt, gentle_interrupt
 from lab.engine.opened import Opened
 from lab.engine.request_output import RequestOutput
 from lab.engine.stack import Stack, engine_metrics
 from lab.errors import UserError
+from lab.interrupt import STOPPING, Interrupt, gentle_interrupt
 from lab.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -68,7 +68,7 @@ class LLM(Opened):
             with _naming_prompt(i, len(prompts)):
                 submissions.append(stack.frontend.prepare(prompt, params))
         generations: list[Generation] = []
-        with self._working(), gentle_interrupt() as interrupt:
+        with self._working(), gentle_interrupt(STOPPING) as interrupt:
             try:
                 for i, submission in enumerate(submissions):
                     with _naming_prompt(i, len(prompts)):

@@ -2,9 +2,13 @@
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-MOST_BUSY = 0.10  # share of the processor's time that may go elsewhere
+MOST_BUSY = 0.10  # share of the processor's time that may go elsewhere while the device is measured
+MOST_OF_OTHERS = 0.05  # and while a run is: beyond it its times are marked
+SHORTEST_WATCH_S = 0.5  # below it the clock's ticks are too coarse to tell
 MOST_SPREAD = 0.30  # by which the median repetition may be slower than the best one
 
 _STAT = Path("/proc/stat")
@@ -27,18 +31,28 @@ def disturbance(busy_share: float | None, spread: float | None) -> str | None:
     return " and ".join(found) or None
 
 
+def taken_by_others(metrics: Mapping[str, Any]) -> str | None:
+    """The share of the CPU that others took during a run, by its metrics.json, where it is enough to spoil the run's times."""
+    share = metrics.get("others_cpu_share")
+    return f"{share:.0%}" if share is not None and share > MOST_OF_OTHERS else None
+
+
 class CpuWatch:
     """Counts from its making on how much of the machine's processor time goes to anything but this process."""
 
     def __init__(self) -> None:
-        self._busy_s, self._own_s, self._start_s = _busy_s(), _own_s(), time.perf_counter()
+        self._busy_s, self._own_s, self._start_s = busy_s(), _own_s(), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start_s
 
     def busy_share(self) -> float | None:
         """The share, from 0 to 1, of all cores' time; None where the system does not tell."""
-        seconds, busy_s = time.perf_counter() - self._start_s, _busy_s()
-        if busy_s is None or self._busy_s is None or not seconds:
+        seconds, busy_now_s = self.seconds, busy_s()
+        if busy_now_s is None or self._busy_s is None or not seconds:
             return None
-        others_s = (busy_s - self._busy_s) - (_own_s() - self._own_s)
+        others_s = (busy_now_s - self._busy_s) - (_own_s() - self._own_s)
         return min(max(others_s / (seconds * (os.cpu_count() or 1)), 0.0), 1.0)
 
 
@@ -54,7 +68,7 @@ def _own_s() -> float:
     return times.user + times.system
 
 
-def _busy_s() -> float | None:
+def busy_s() -> float | None:
     """Seconds that all cores together were busy, or taken by the host, since the start; None where the system does not tell."""
     try:
         line = _STAT.read_text(encoding="ascii").partition("\n")[0]

@@ -3,13 +3,14 @@
 The expected speed-up is that of Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
 (2023): with a draft accepted with probability alpha when those before it were, gamma drafts bring (1 - alpha^(gamma + 1)) /
 (1 - alpha) tokens a verification. Of a tree gamma is the depth, and alpha the probability that one of the siblings is accepted.
-What a verification costs is not taken to be one plain step, it is measured.
+What a verification costs is not taken to be one plain step, it is measured, where the run had plain steps enough.
 """
 
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from lab.metrics.summary import distribution
@@ -138,16 +139,32 @@ class RequestDrafts:
         return {name: totals.metrics() for name, totals in sorted(self.categories.items())}
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Decode steps of one number of requests, without drafts or with them."""
+LEAST_PLAIN_STEPS = 5  # fewer say nothing of what a step without drafts takes
 
+
+@dataclass(slots=True)
+class _Drafting:
+    """Decode steps with drafts, of one number of requests."""
+
+    ms: dict[int, array] = field(default_factory=lambda: defaultdict(lambda: array("d")))  # by drafts; proposing not counted
     count: int = 0
-    ms: float = 0.0  # proposing not counted
     draft_ms: float = 0.0
     num_drafting: int = 0
     depth: int = 0
     num_accepted: int = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.ms[line["num_drafts"]].append(line["ms"] - line["draft_ms"])
+        self.count += 1
+        self.draft_ms += line["draft_ms"]
+        self.num_drafting += line["num_drafting"]
+        self.depth += line["draft_depth"]
+        self.num_accepted += line["num_accepted"]
+
+    @property
+    def typical_ms(self) -> float:
+        """What they take in all, each the median of its size: a step that something held up does not count as one."""
+        return sum(len(ms) * median(ms) for ms in self.ms.values())
 
 
 @dataclass(slots=True)
@@ -160,49 +177,49 @@ class SpecTimes:
     ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
-    plain: dict[int, _Steps] = field(default_factory=lambda: defaultdict(_Steps))
-    drafting: dict[int, _Steps] = field(default_factory=lambda: defaultdict(_Steps))
+    plain: dict[int, array] = field(default_factory=lambda: defaultdict(lambda: array("d")))  # requests -> ms of each step
+    drafting: dict[int, _Drafting] = field(default_factory=lambda: defaultdict(_Drafting))
 
     def add(self, line: Mapping[str, Any]) -> None:
         own_ms = line["ms"] - line["draft_ms"]
         self.ms += line["ms"]
         self.draft_ms += line["draft_ms"]
         self.verify_ms += own_ms if line["num_drafts"] else 0.0
-        if line["num_tokens"] == line["num_requests"] + line["num_drafts"]:
-            steps = (self.drafting if line["num_drafts"] else self.plain)[line["num_requests"]]
-            steps.count += 1
-            steps.ms += own_ms
-            steps.draft_ms += line["draft_ms"]
-            steps.num_drafting += line["num_drafting"]
-            steps.depth += line["draft_depth"]
-            steps.num_accepted += line["num_accepted"]
+        if line["num_tokens"] != line["num_requests"] + line["num_drafts"]:  # it computes prompts too
+            return
+        if line["num_drafts"]:
+            self.drafting[line["num_requests"]].add(line)
+        else:
+            self.plain[line["num_requests"]].append(own_ms)
 
     def metrics(self, alpha: float) -> dict[str, Any]:
-        """Shares of the execution time, and, where there were plain steps to compare with, the speed-up of decoding."""
-        shares = {
+        """Shares of the execution time, the steps that there were to compare with, and, where these are enough, the speed-up of
+        decoding.
+        """
+        alike = {num: self.plain[num] for num in self.drafting if num in self.plain}
+        found: dict[str, Any] = {
             "draft_ms_share": self.draft_ms / self.ms if self.ms else 0.0,
             "verify_ms_share": self.verify_ms / self.ms if self.ms else 0.0,
+            "num_plain_steps": sum(map(len, alike.values())),
         }
-        both = [num for num, steps in self.drafting.items() if self.plain[num].count and steps.count]
-        if not both:
-            return shares
-        plain_ms = expected = measured = num_plain = 0.0
-        ms = draft_ms = 0.0
-        for num in both:
-            steps, plain = self.drafting[num], self.plain[num]
-            each_ms = plain.ms / plain.count
-            num_plain += plain.count
-            plain_ms += steps.count * each_ms
-            ms += steps.ms
+        enough = {num: median(ms) for num, ms in alike.items() if len(ms) >= LEAST_PLAIN_STEPS}
+        return found | {"speedup": self._speedup(alpha, enough)} if enough else found
+
+    def _speedup(self, alpha: float, plain_ms: Mapping[int, float]) -> dict[str, Any]:
+        """`plain_ms` is what a step without drafts takes, for each number of requests that is compared."""
+        of_plain = expected = measured = ms = draft_ms = 0.0
+        for num, each_ms in plain_ms.items():
+            steps = self.drafting[num]
+            of_plain += steps.count * each_ms
+            ms += steps.typical_ms
             draft_ms += steps.draft_ms
             more = steps.num_drafting * (expected_tokens(alpha, steps.depth / steps.num_drafting) - 1)
             expected += (steps.count + more / num) * each_ms  # the time that plain steps take for as many tokens
             measured += (steps.count + steps.num_accepted / num) * each_ms
-        speedup = {
+        return {
             "expected": expected / (ms + draft_ms),
             "measured": measured / (ms + draft_ms),
-            "verify_cost": ms / plain_ms,  # of a step with drafts, in plain steps
-            "draft_cost": draft_ms / plain_ms,
-            "num_plain_steps": int(num_plain),
+            "verify_cost": ms / of_plain,  # of a step with drafts, in plain steps
+            "draft_cost": draft_ms / of_plain,
+            "num_plain_steps": sum(len(self.plain[num]) for num in plain_ms),
         }
-        return {**shares, "speedup": speedup}

@@ -39,6 +39,27 @@ def known_names() -> list[str]:
     return sorted(path.stem for path in KNOWN_DIR.glob("*.yaml"))
 
 
+def check_model(path: str) -> None:
+    """Raises UserError where `path` can be seen to be no model; nothing is fetched, asked or converted."""
+    local = Path(path).expanduser()
+    if path in known_names():
+        return
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise UserError(f"{local} has no config.json: it is not a model folder in transformers' format.")
+    elif local.is_file():
+        if local.suffix != ".gguf":
+            what = "model.path takes such a file, or a folder in transformers' format."
+            raise UserError(f"{local.resolve()} is not a .gguf file. {what}")
+    elif not _HUB_ID.fullmatch(path) or local.suffix == ".gguf":
+        guess = nearest(path, known_names())
+        hint = f" Did you mean '{guess}'?" if guess else ""
+        raise UserError(
+            f"no model '{path}'.{hint}\nmodel.path takes a known name ({', '.join(known_names())}), a folder in "
+            "transformers' format, a .gguf file, or a hub id (owner/name)."
+        )
+
+
 def resolve_model(path: str) -> Path:
     """The local folder of a model.
 
@@ -48,23 +69,15 @@ def resolve_model(path: str) -> Path:
     Raises:
         UserError: there is no such model, or it cannot be fetched or read.
     """
+    check_model(path)
     if path in known_names():
         return _known_folder(path)
     local = Path(path).expanduser()
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise UserError(f"{local} has no config.json: it is not a model folder in transformers' format.")
         return local.resolve()
     if local.is_file():
         return _gguf_folder(local.resolve())
-    if _HUB_ID.fullmatch(path) and local.suffix != ".gguf":
-        return hub_snapshot(path, offline=not hub_answers(path))
-    guess = nearest(path, known_names())
-    hint = f" Did you mean '{guess}'?" if guess else ""
-    raise UserError(
-        f"no model '{path}'.{hint}\nmodel.path takes a known name ({', '.join(known_names())}), a folder in transformers' "
-        "format, a .gguf file, or a hub id (owner/name)."
-    )
+    return hub_snapshot(path, offline=not hub_answers(path))
 
 
 def read_known(name: str) -> Known:
@@ -107,8 +120,6 @@ def _gguf_folder(path: Path) -> Path:
     The weights stay in the file and are dequantized on load, so that no precision and no disk space is lost. The folder is
     known by the file's path, size and time of change.
     """
-    if path.suffix != ".gguf":
-        raise UserError(f"{path} is not a .gguf file. model.path takes such a file, or a folder in transformers' format.")
     stat = path.stat()
     identity = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
 

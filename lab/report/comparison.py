@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from lab.metrics.quiet import taken_by_others
 from lab.report.rows import LATENCIES, Row
 from lab.report.svg import bars, distributions, short_number
 
@@ -26,9 +27,10 @@ FIGURES = (  # column, where it is in metrics.json
     ("drafts accepted", ("spec", "acceptance_rate")),
     ("step / floor", ("roofline", "floor_ratio")),
 )
+BUSY = "CPU of others"  # the column of runs that were disturbed
 STYLE = """body { font: 14px/1.5 sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: left }
-td.figure { text-align: right; font-variant-numeric: tabular-nums } tr.failed { color: #a22 }
+td.figure { text-align: right; font-variant-numeric: tabular-nums } tr.failed { color: #a22 } tr.busy { background: #fe9 }
 svg { max-width: 100%; margin: 1em 0 }"""
 
 
@@ -55,7 +57,7 @@ class Report:
         body = [f"<p>All runs: {escape(', '.join(alike))}.</p>"] if (alike := self._alike_as_text()) else []
         body += ["<table>", f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>"]
         for row, line in zip(self.rows, lines, strict=True):
-            kind = "" if row.status == "ok" else ' class="failed"'
+            kind = ' class="failed"' if row.status != "ok" else ' class="busy"' if taken_by_others(row.metrics) else ""
             link = escape(os.path.relpath(row.folder, self.folder), quote=True)
             first = f'<td><a href="{link}/">{escape(line[0])}</a></td>'
             body.append(f"<tr{kind}>{first}{''.join(_cell(text) for text in line[1:])}</tr>")
@@ -70,11 +72,13 @@ class Report:
         alike = self._alike()
         params = [name for name in params if name not in alike]
         told = any(row.reason for row in self.rows)
-        header = ["run", *params, "status", *(name for name, _ in figures), "tokens", *(["reason"] if told else [])]
+        busy = [BUSY] if any(taken_by_others(row.metrics) for row in self.rows) else []
+        header = ["run", *params, "status", *(name for name, _ in figures), *busy, "tokens", *(["reason"] if told else [])]
         lines = []
         for number, (row, tokens) in enumerate(zip(self.rows, same_tokens(self.rows), strict=True), 1):
             values = [_at(row.metrics, place) for _, place in figures]
             shown = ["" if value is None else short_number(value) for value in values]
+            shown += [taken_by_others(row.metrics) or "" for _ in busy]
             reason = [" ".join(row.reason.split())] if told else []
             lines.append([str(number), *(row.params.get(name, "") for name in params), row.status, *shown, tokens, *reason])
         return header, lines
@@ -95,6 +99,11 @@ class Report:
         if guessed:
             which = ", ".join(str(number) for number in guessed)
             notes.append(f"step / floor of run {which} is a guess: something disturbed the measurement of the device.")
+        busy = [str(number) for number, row in enumerate(self.rows, 1) if taken_by_others(row.metrics)]
+        if busy:
+            notes.append(
+                f"`{BUSY}` is what other processes took while run {', '.join(busy)} ran: its times and rates say little."
+            )
         return notes
 
     def _plots(self) -> list[str]:

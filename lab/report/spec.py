@@ -22,7 +22,13 @@ def spec_rows(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"(there were {speedup['num_plain_steps']}), its drafts {speedup['draft_cost']:.2f}",
             )
         )
+    elif "num_plain_steps" in spec:
+        rows.append(("speed-up", f"unknown: {_too_few(spec['num_plain_steps'])} without drafts to compare with"))
     return rows
+
+
+def _too_few(count: int) -> str:
+    return f"there were only {count} decode steps of as many requests" if count else "no decode steps of as many requests were"
 
 
 def category_rows(categories: Mapping[str, Any]) -> list[list[str]]:

@@ -6,6 +6,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from lab.metrics.quiet import taken_by_others
 from lab.report.spec import CATEGORY_HEADER, category_rows, spec_rows
 
 LATENCY_ROWS = (
@@ -54,6 +55,8 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens", f"{metrics['prompt_tokens']:,} prompt, {metrics['output_tokens']:,} output"),
         ("duration", milliseconds(metrics["duration_s"] * 1e3)),
     ]
+    if share := taken_by_others(metrics):
+        rows.append(("machine", f"busy: other processes took {share} of the CPU during the run, so its times say little"))
     if "output_tok_per_s" in metrics:
         rows.append(
             ("throughput", f"{metrics['output_tok_per_s']:,.1f} output tok/s, {metrics['requests_per_s']:.2f} requests/s")

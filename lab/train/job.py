@@ -1,5 +1,6 @@
 """Behind `lab train-draft`: answers to learn from, the training, and the folder that both are kept in."""
 
+import itertools
 import json
 import logging
 import os
@@ -18,10 +19,12 @@ from lab.bench.sender import plan
 from lab.capabilities import Needs
 from lab.compile.setup import settle_mode
 from lab.engine.build import choose_device, choose_dtype
+from lab.engine.generation import Generation
 from lab.engine.resolution import resolve
 from lab.engine.stack import build_stack
 from lab.engine.tokenizer import encode, load_tokenizer
 from lab.errors import UserError
+from lab.interrupt import gentle_interrupt
 from lab.model.config import read_config
 from lab.model.load import load_model
 from lab.model.source import resolve_model
@@ -79,7 +82,10 @@ def _train(settings: Settings, options: TrainOptions, folder: Path) -> dict[str,
 
 
 def answer(settings: Settings, path: Path) -> None:
-    """Write the model's own answers to the workload, as many as `path` does not hold yet, in the workload's order."""
+    """Write the model's own answers to the workload, as many as `path` does not hold yet, in the workload's order.
+
+    Raises KeyboardInterrupt on Ctrl-C, after the running step, with the answers that are there written.
+    """
     resolved = resolve("workload", settings.workload, Needs())
     workload = resolved.make(settings.seed)
     stack = build_stack(replace(settings, spec=PluginChoice("none")))
@@ -87,25 +93,33 @@ def answer(settings: Settings, path: Path) -> None:
         items = checked_items(workload.items(model_facts(stack)), resolved.entry.name)
         done = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
         planned = plan(items[done:], stack.frontend, stack.frontend.defaults)
-        for first in range(0, len(planned), ANSWERED_AT_ONCE):
-            part = planned[first : first + ANSWERED_AT_ONCE]
-            for request in part:
-                if request.error is not None:
-                    raise UserError(f"workload: request {done + request.number}: {request.error}")
-            generations = [stack.outputs.submit(request.submission) for request in part]
-            while not all(generation.finished for generation in generations):
-                stack.outputs.process(stack.engine.step())
-            if failed := next((g.error for g in generations if g.error is not None), None):
-                raise UserError(f"answering: a step failed: {failed}")
-            outputs = [generation.output() for generation in generations]
-            lines = [
-                json.dumps({"prompt_token_ids": list(output.prompt_token_ids), "output_token_ids": list(sample.token_ids)})
-                for output in outputs
-                for sample in output.outputs
-            ]
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
-            log.info("answered %d of %d requests", done + first + len(part), len(items))
+        with gentle_interrupt() as interrupt:
+            for first in range(0, len(planned), ANSWERED_AT_ONCE):
+                part = planned[first : first + ANSWERED_AT_ONCE]
+                for request in part:
+                    if request.error is not None:
+                        raise UserError(f"workload: request {done + request.number}: {request.error}")
+                generations = [stack.outputs.submit(request.submission) for request in part]
+                while not (interrupt.wanted or all(generation.finished for generation in generations)):
+                    stack.outputs.process(stack.engine.step())
+                ended = list(itertools.takewhile(lambda generation: generation.finished, generations))
+                _append(path, ended)
+                log.info("answered %d of %d requests", done + first + len(ended), len(items))
+                if interrupt.wanted:
+                    raise KeyboardInterrupt
+
+
+def _append(path: Path, generations: list[Generation]) -> None:
+    """Write answers. Raises UserError for one that a failed step ended."""
+    if failed := next((g.error for g in generations if g.error is not None), None):
+        raise UserError(f"answering: a step failed: {failed}")
+    lines = [
+        json.dumps({"prompt_token_ids": list(output.prompt_token_ids), "output_token_ids": list(sample.token_ids)})
+        for output in (generation.output() for generation in generations)
+        for sample in output.outputs
+    ]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
 
 
 def _texts(path: Path, settings: Settings, source: Path, vocab_size: int, options: TrainOptions) -> list[Text]:

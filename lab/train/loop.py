@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lab.errors import UserError
+from lab.interrupt import gentle_interrupt
 from lab.model.config import ModelConfig
 from lab.model.decoder import Decoder
 from lab.train.data import Text, TextBatch, digest, endless, frequent_tokens, one_epoch
@@ -95,14 +96,20 @@ class Training:
         return float(known.cpu()[ids].float().mean())
 
     def run(self) -> dict[str, Any]:
-        """Train up to `options.steps`; returns the report that stands in train.json. Ctrl-C keeps what is done by then."""
+        """Train up to `options.steps`; returns the report that stands in train.json.
+
+        Raises KeyboardInterrupt on Ctrl-C, after the running step, with what was learnt by then in the checkpoint.
+        """
         batches = itertools.islice(endless(self._texts, self.options.batch_tokens, self.seed), self.step, None)
         shown_s = begin_s = time.monotonic()
         first = self.step
-        try:
+        with gentle_interrupt() as interrupt:
             while self.step < self.options.steps:
                 loss = self._learn(next(batches))
                 self.step += 1
+                if interrupt.wanted:
+                    self._keep(validate=False)
+                    raise KeyboardInterrupt
                 now = time.monotonic()
                 if now - shown_s > SHOWN_EVERY_S or self.step == self.options.steps:
                     shown_s = now
@@ -118,9 +125,6 @@ class Training:
                     )
                 if self.step % self.options.every == 0 or self.step == self.options.steps:
                     self._keep(validate=True)
-        except KeyboardInterrupt:
-            self._keep(validate=False)
-            raise
         if not self.report:
             self._keep(validate=True)
         return self.report

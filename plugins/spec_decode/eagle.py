@@ -56,6 +56,8 @@ class Eagle(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        if options.head is not None:
+            head_folder(options.head)  # before the model is loaded
         self.tree_optional = options.tree == "auto"
         self._take_shape(tree_of(options))
         self._last = LastStates()  # of the head's results

@@ -32,6 +32,8 @@ class Medusa(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        if options.head is not None:
+            head_folder(options.head)  # before the model is loaded
         self._tree = static_tree(options)
         if self._tree is None:
             self.num_drafts = 3 if options.num_drafts is None else options.num_drafts

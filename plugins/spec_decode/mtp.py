@@ -32,6 +32,8 @@ class Mtp(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        if options.head is not None:
+            head_folder(options.head)  # before the model is loaded
         check_whole("num_drafts", options.num_drafts)
         self.num_drafts = options.num_drafts
         self._last = LastStates()  # of the module's results

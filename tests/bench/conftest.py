@@ -122,12 +122,12 @@ def clock():
 class Child:
     """`lab run` in a process of its own."""
 
-    def __init__(self, folder, *overrides, flags=()):
+    def __init__(self, folder, *overrides, flags=(), code=None):
         self.folder = folder
         fixed = ["num_threads=1", "compile.mode=none", "cache.num_blocks=256", "tracking.wandb.mode=disabled"]
         fixed.append(f"hydra.run.dir='{folder}'")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lab", "run", *flags, *fixed, *overrides],
+            [sys.executable, *(("-c", code) if code else ("-m", "lab")), "run", *flags, *fixed, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -142,6 +142,10 @@ class Child:
             assert time.monotonic() < end, "the run does not get on"
             time.sleep(0.05)
 
+    def wait_to_read(self, text):
+        """Until a line with the text is on stderr. What `end` returns of stderr then lacks what was read."""
+        assert any(text in line for line in self.process.stderr), "it ended without saying so"
+
     def signal(self, number):
         self.process.send_signal(number)
 
@@ -154,8 +158,8 @@ class Child:
 def child(model, tmp_path):
     started = []
 
-    def start(*overrides, flags=(), folder=None):
-        started.append(Child(folder or tmp_path / "child", f"model.path='{model}'", *overrides, flags=flags))
+    def start(*overrides, flags=(), folder=None, code=None):
+        started.append(Child(folder or tmp_path / "child", f"model.path='{model}'", *overrides, flags=flags, code=code))
         return started[-1]
 
     yield start

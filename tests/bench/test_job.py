@@ -9,11 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from lab import registry
+from lab.bench import job
 from lab.bench.sender import LONGEST_SLEEP_S
 from lab.contracts.sink import Sink
 from lab.contracts.workload import WorkItem, Workload
 from lab.errors import UserError
+from lab.interrupt import AFTER_STEP, WRITING
 from lab.metrics import roofline
+from lab.metrics.quiet import CpuWatch
 from lab.settings import CacheSettings, ModelSettings, PluginChoice, SchedulerSettings, TrackingSettings, WandbSettings
 from tests.bench.conftest import FACTS
 
@@ -90,6 +93,15 @@ def test_requests_are_sent_at_their_times_whatever_the_engine_does(run, clock):
     assert held_up["e2e_ms"] < 2000.0  # nobody slept while there was work
     assert 5.0 < sum(clock.slept) <= 7.5 and max(clock.slept) <= LONGEST_SLEEP_S
     assert outcome.metrics["duration_s"] >= 7.5
+
+
+@pytest.mark.parametrize(("share", "least_s", "recorded"), [(0.31, 0.0, 0.31), (None, 0.0, None), (0.31, 3600.0, None)])
+def test_what_others_take_of_the_cpu_is_recorded(run, monkeypatch, capsys, share, least_s, recorded):
+    """Where the system tells, and the run is long enough for its clock to tell."""
+    monkeypatch.setattr(CpuWatch, "busy_share", lambda self: share)
+    monkeypatch.setattr("lab.bench.recorder.SHORTEST_WATCH_S", least_s)
+    assert run([{"prompt": "ABC"}]).metrics.get("others_cpu_share") == recorded
+    assert ("busy: other processes took 31% of the CPU" in capsys.readouterr().out) == (recorded is not None)
 
 
 def test_a_request_that_cannot_be_served_is_recorded_and_the_run_goes_on(run):
@@ -292,6 +304,53 @@ def test_ctrl_c_ends_a_run_cleanly(child):
     assert {line["finish_reason"] for line in lines} == {"length", "abort"}
     assert metrics["output_tokens"] == sum(len(line["output_token_ids"]) for line in lines)
     assert "TTFT" in out and f"{4000 - ended} unfinished" in out
+    assert err.splitlines().count(AFTER_STEP) == 1
+
+
+SLOW = """
+import sys, threading, time
+from lab.__main__ import main
+from lab.runner.runner import Runner
+
+execute = Runner.execute
+
+def stuck(self, step):
+    result = execute(self, step)
+    if step.index >= 12:
+        print("stuck", file=sys.stderr, flush=True)
+        time.sleep(3600)
+    return result
+
+Runner.execute = stuck
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_is_answered_during_a_step_and_the_second_one_does_not_wait_for_it(child):
+    running = child(*LONG, code=SLOW)
+    running.wait_to_read("stuck")
+    running.signal(signal.SIGINT)
+    running.wait_to_read(AFTER_STEP)  # though the step goes on
+    assert running.process.poll() is None
+    running.signal(signal.SIGINT)
+    out, err = running.process.stdout.read(), running.process.stderr.read()
+    assert running.process.wait() == 130 and "Traceback" not in err
+    assert json.loads((running.folder / "metrics.json").read_text())["interrupted"] is True
+    assert "unfinished" in out and f"run folder: {running.folder}" in out
+
+
+def test_ctrl_c_while_results_are_written_loses_none(run, monkeypatch, capsys):
+    write = job.write_json
+
+    def pressed(path, data):
+        if path.name == "metrics.json":
+            signal.raise_signal(signal.SIGINT)
+        write(path, data)
+
+    monkeypatch.setattr(job, "write_json", pressed)
+    outcome = run([{"prompt": "ABC"}])
+    assert outcome.code == 0 and outcome.metrics["num_requests"] == 1
+    assert capsys.readouterr().err.splitlines()[-1] == WRITING
 
 
 def test_what_an_interrupted_request_had_is_kept(run, monkeypatch):

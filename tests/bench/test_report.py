@@ -73,6 +73,21 @@ def test_the_points_of_a_sweep_are_compared_over_what_was_varied(tmp_path):
     assert not list(folder.glob(".*"))
 
 
+def test_runs_of_a_busy_machine_are_marked(tmp_path):
+    folders = [
+        a_run(tmp_path / str(seed), SAME, {"seed": seed}, others_cpu_share=share)
+        for seed, share in ((1, 0.02), (2, 0.31), (3, 0.4))
+    ]
+    report = Report("mine", read_rows(folders), tmp_path)
+    lines = report.markdown().splitlines()
+    place = [cell.strip() for cell in lines[2].split("|")].index("CPU of others")
+    assert [line.split("|")[place].strip() for line in lines[4:7]] == ["", "31%", "40%"]
+    assert "while run 2, 3 ran: its times and rates say little." in lines[-1]
+    assert report.html().count('<tr class="busy">') == 2
+    quiet = Report("mine", read_rows(folders[:1]), tmp_path)
+    assert "CPU of others" not in quiet.markdown() and "busy" not in re.sub("<style>.*</style>", "", quiet.html(), flags=re.S)
+
+
 def test_runs_are_told_apart_by_their_settings(tmp_path):
     folders = [
         a_run(tmp_path / name, SAME, {"attention": {"name": name, "isa": isa}, "seed": 1, "tracking": {"x": name}})

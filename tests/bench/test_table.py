@@ -38,6 +38,14 @@ def test_only_what_the_run_has_is_shown():
     assert latency_rows(METRICS) == [["TTFT", "12.3 ms", "9.99 ms", "100 ms", "1.23 s", "3.0 min"]]
 
 
+@pytest.mark.parametrize(("share", "told"), [(None, False), (0.04, False), (0.31, True)])
+def test_a_machine_that_was_busy_during_the_run_is_told(share, told):
+    rows = dict(headline(METRICS if share is None else {**METRICS, "others_cpu_share": share}))
+    assert ("machine" in rows) == told
+    if told:
+        assert rows["machine"].startswith("busy: other processes took 31% of the CPU during the run")
+
+
 @pytest.mark.parametrize(
     ("quiet", "text"),
     [

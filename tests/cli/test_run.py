@@ -78,6 +78,36 @@ def test_printing_the_settings_runs_nothing(lab, small, somewhere_else):
     assert yaml.safe_load(outcome.out)["sampling"]["stop"] == "a,b"
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workload.path=lost.jsonl", "cannot read lost.jsonl"),
+        ("model.path=lost", "no model 'lost'"),
+        ("model.max_model_len=100000", "the model was made for at most"),  # known once the model's configuration is read
+    ],
+)
+def test_a_refused_run_leaves_nothing(lab, small, somewhere_else, override, message):
+    outcome = lab("run", *small, override)
+    assert outcome.code == 2 and message in outcome.err
+    assert list(somewhere_else.iterdir()) == []
+
+
+def test_a_refused_run_takes_nothing_of_its_users_away(lab, small, somewhere_else):
+    (somewhere_else / "mine").mkdir()
+    (somewhere_else / "mine" / "notes.txt").write_text("of the user")
+    assert lab("run", *small, "model.max_model_len=100000", "hydra.run.dir=mine/deep/er").code == 2
+    assert lab("run", *small, "model.max_model_len=100000", "hydra.run.dir=mine").code == 2
+    assert [path.name for path in somewhere_else.rglob("*")] == ["mine", "notes.txt"]
+
+
+def test_a_run_that_is_refused_with_results_says_where_they_are(lab, small, somewhere_else):
+    Path("prompts.jsonl").write_text('{"prompt_token_ids": [999]}\n')
+    outcome = lab("run", *small, "workload.path=prompts.jsonl", "hydra.run.dir=mine")
+    assert outcome.code == 2 and "every request was refused" in outcome.err
+    assert outcome.err.endswith(f"\nWhat there was by then is in {somewhere_else / 'mine'}.\n")
+    assert json.loads((somewhere_else / "mine" / "metrics.json").read_text())["num_failed"] == 1
+
+
 def test_a_folder_that_cannot_be_made(lab, small):
     outcome = lab("run", *small, "hydra.run.dir=/proc/nothing/here")
     assert outcome.code == 2 and outcome.err.startswith("lab: cannot make the folder /proc/nothing/here:")
@@ -139,6 +169,7 @@ def test_ctrl_c_before_anything_is_loaded_ends_cleanly(start, small):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in err
+    assert "lab: " in err and len([line for line in err.splitlines() if line.startswith("lab: ")]) == 1
 
 
 def test_new_folders_are_never_shared(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lab.cli.folders import point_folder
-from lab.cli.sweep import Point, Sweep
+from lab.cli.sweep import STOPPING_POINT, Point, Sweep
 from lab.errors import UserError
 from tests import plugin_files, rigs
 
@@ -24,13 +24,14 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     plugin_files.policy(tmp_path / "mine", "raising", victim="running[-1]")
     path = tmp_path / "mine" / "raising.py"
     path.write_text(path.read_text().replace("return (request.num_prompt", "raise OSError('no key today')  # ("))
-    outcome = lab("run", "-m", f"--plugins={tmp_path / 'mine'}", *small, "scheduler.policy=fcfs,raising,nothing,priority")
+    plugin_files.broken_import(tmp_path / "mine", "early")
+    outcome = lab("run", "-m", f"--plugins={tmp_path / 'mine'}", *small, "scheduler.policy=fcfs,raising,early,priority")
     assert outcome.code == 1
     folder, rows = the_sweep(somewhere_else)
     assert [(r["scheduler.policy"], r["status"]) for r in rows] == [
         ("fcfs", "ok"),
         ("raising", "failed"),
-        ("nothing", "failed"),
+        ("early", "failed"),
         ("priority", "ok"),
     ]
     assert "2 ok, 2 failed" in outcome.out and str(folder) in outcome.out
@@ -42,10 +43,10 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     assert [(cells[1], cells[2], cells[-2]) for cells in of_table] == [
         ("fcfs", "ok", "reference"),
         ("raising", "failed", ""),
-        ("nothing", "failed", ""),
+        ("early", "failed", ""),
         ("priority", "ok", "same"),
     ]
-    assert "no key today" in of_table[1][-1] and of_table[2][-1].startswith("no policy plugin named 'nothing'")
+    assert "no key today" in of_table[1][-1] and "'early'" in of_table[2][-1]
     page = (folder / "report.html").read_text()
     (folder / "report.html").unlink()
     again = lab("report", str(folder))
@@ -56,8 +57,8 @@ def test_one_bad_point_does_not_stop_the_others(lab, small, tmp_path, somewhere_
     assert rows[1]["exit_code"] == 1 and "no key today" in rows[1]["reason"]
     assert rows[1]["reason"].startswith("lab: policy plugin 'raising' (") and "failed, see above: OSError" in rows[1]["reason"]
     assert "Traceback" in (folder / rows[1]["folder"] / "console.txt").read_text()
-    assert rows[2]["exit_code"] == 2 and rows[2]["reason"].startswith("no policy plugin named 'nothing'")
-    assert "no policy plugin named 'nothing'" in (folder / rows[2]["folder"] / "console.txt").read_text()
+    assert rows[2]["exit_code"] == 2 and "policy plugin 'early'" in rows[2]["reason"]
+    assert "No module named 'no_such_package_anywhere'" in (folder / rows[2]["folder"] / "console.txt").read_text()
     table = list(csv.DictReader((folder / "sweep.csv").open()))
     assert [r["status"] for r in table] == [r["status"] for r in rows]
     assert float(table[0]["output_tok_per_s"]) > 0 and table[0]["num_requests"] == "2"
@@ -91,12 +92,50 @@ def test_every_attention_gives_the_same_tokens(lab, small, tmp_path, somewhere_e
     assert len({tuple(ids) for ids in outputs[0].values()}) == 3 and all(len(ids) == 12 for ids in outputs[0].values())
 
 
-def test_fail_fast_stops_at_the_first_failure(lab, small, somewhere_else):
-    outcome = lab("run", "-m", "--fail-fast", "--json", *small, "scheduler.policy=nothing,fcfs")
+def test_fail_fast_stops_at_the_first_failure(lab, small, tmp_path, somewhere_else):
+    plugin_files.broken_import(tmp_path / "mine", "early")
+    mine = f"--plugins={tmp_path / 'mine'}"
+    outcome = lab("run", "-m", "--fail-fast", "--json", mine, *small, "scheduler.policy=early,fcfs")
     result = json.loads(outcome.out)
     assert outcome.code == 2  # a mistake, and no point went well
     assert [p["status"] for p in result["points"]] == ["failed", "skipped"]
     assert result["counts"] == {"ok": 0, "failed": 1, "skipped": 1}
+
+
+def test_a_wrong_point_is_told_before_any_is_run(lab, somewhere_else):
+    outcome = lab("run", "-m", "cache.block_size=8,0", "attention=flash,flahs", "seed=3")
+    assert outcome.code == 2 and outcome.out == "" and list(somewhere_else.iterdir()) == []
+    unknown = "no attention plugin named 'flahs'. Did you mean 'flash'?"
+    told = [line for line in outcome.err.splitlines() if not line.startswith("Available")]
+    assert told == [
+        "lab: nothing was run, for 3 of the sweep's 4 points cannot be:",
+        "[2/4] attention=flash cache.block_size=0: cache.block_size must be at least 1; got 0.",
+        f"[3/4] attention=flahs cache.block_size=8, [4/4] attention=flahs cache.block_size=0: {unknown}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("workload.path={good},lost.jsonl", "[2/2] workload.path=lost.jsonl: workload: cannot read lost.jsonl: No such file"),
+        ("model.path={model},smolm2", "[2/2] model.path=smolm2: no model 'smolm2'. Did you mean 'smollm2'?"),
+        (
+            "spec=eagle spec.format=eagle1,eagle3 spec.head=lost",
+            "[1/2] spec.format=eagle1, [2/2] spec.format=eagle3: spec.head=lo",
+        ),
+        ("cache.scales=one,lost.json", "[2/2] cache.scales=lost.json: cache.scales=lost.json: there is no such file."),
+        (
+            "tracking.sinks=[jsonl],[jsonll]",
+            "[2/2] tracking.sinks=[jsonll]: no sink plugin named 'jsonll'. Did you mean 'jsonl'",
+        ),
+    ],
+)
+def test_a_file_or_model_that_is_not_there_is_told_before_any_point_is_run(lab, small, somewhere_else, model, axis, message):
+    good = small[2].removeprefix("workload.path=")
+    axis = axis.format(good=good, model=f"'{model}'")
+    outcome = lab("run", "-m", *small, "cache.dtype=int8", *axis.split())
+    assert outcome.code == 2 and message in outcome.err
+    assert list(somewhere_else.iterdir()) == []
 
 
 def test_when_no_point_can_be_composed_nothing_is_made(lab, somewhere_else):
@@ -135,9 +174,10 @@ def test_two_sweeps_of_the_same_second_keep_apart(start, small, somewhere_else):
     assert len({p.name for p in points}) == 2 and all(len(p.name) < 100 for p in points)  # cut, told apart by a hash
 
 
-def test_points_that_would_share_a_folder_are_an_error(lab, small):
+def test_points_that_would_share_a_folder_are_an_error(lab, small, somewhere_else):
     outcome = lab("run", "-m", *small, "seed=1,2", "hydra.sweep.subdir=same")
     assert outcome.code == 2 and "two points of the sweep would share the folder" in outcome.err
+    assert list(somewhere_else.iterdir()) == []
 
 
 def test_a_named_sweep_folder_is_used_once(lab, small, somewhere_else):
@@ -156,8 +196,8 @@ def test_an_interrupted_sweep_keeps_its_finished_rows(start, small, somewhere_el
     process = start("run", "-m", *small, "workload.path=late.jsonl", *axes)
     while process.poll() is None:
         points = [json.loads(p.read_text())["points"] for p in somewhere_else.rglob("sweep.json")]
-        running = list(somewhere_else.rglob("2_*/config.yaml"))
-        if points and points[0][0]["status"] == "ok" and running:
+        running = list(somewhere_else.rglob("2_*/requests.jsonl"))
+        if points and points[0][0]["status"] == "ok" and running and running[0].read_text():
             break
         time.sleep(0.05)
     process.send_signal(number)
@@ -166,6 +206,8 @@ def test_an_interrupted_sweep_keeps_its_finished_rows(start, small, somewhere_el
     folder, rows = the_sweep(somewhere_else)
     assert [r["status"] for r in rows] == ["ok", "interrupted", "skipped", "skipped"]
     assert "1 ok, 0 failed, 1 interrupted, 2 skipped" in out and "Traceback" not in err
+    assert err.splitlines()[-1] == STOPPING_POINT
+    assert json.loads((folder / rows[1]["folder"] / "metrics.json").read_text())["num_unfinished"] == 1
 
 
 def test_the_exit_code_of_a_sweep():

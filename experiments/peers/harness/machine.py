@@ -3,19 +3,12 @@
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from harness.protocol import process_tree, stat_fields
+from lab.metrics.quiet import busy_s
 
 WINDOW_S = 0.4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def busy_s() -> float:
-    """CPU seconds that all cores have spent on anything since boot, stolen time included."""
-    names = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, names)  # guests are in user and nice already
-    return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
 
 
 def cpu_s_of(root: int) -> float:

@@ -16,10 +16,10 @@ from harness.process import PeerFailed, PeerProcess
 from harness.protocol import Request, Start
 from harness.tables import figures_of
 from harness.workloads import MAX_LEN, MAX_SEQS, Encode, requests_of, warm_up_of
+from lab.metrics.quiet import MOST_OF_OTHERS
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S, RUN_TIMEOUT_S, PREPARE_TIMEOUT_S = 400.0, 200.0, 900.0
-OTHERS_LIMIT = 0.05  # more of the CPU than this in other hands makes a sample a disturbed one
 ENOUGH = 3  # samples of a slow workload
 NEW_PROMPTS = 1000  # added to a repeat's number when it is measured again: prompts must not be seen twice
 
@@ -159,7 +159,7 @@ class Session:
         record = self.records[name]
         record.versions, record.settings = started.versions, started.settings
         times = {"import_s": started.import_s, "load_s": started.load_s, "first_s": started.first_s}
-        record.starts[kind].append({**times, "disturbed": not quiet or watch.share() > OTHERS_LIMIT})
+        record.starts[kind].append({**times, "disturbed": not quiet or watch.share() > MOST_OF_OTHERS})
         self.save()
         self.log(
             f"  {name}: ready with {kind} caches in {started.load_s + started.first_s:.1f} s, after {started.import_s:.1f} s "
@@ -203,7 +203,7 @@ class Session:
             "seconds": answer.seconds,
             "figures": figures_of(workload, asdict(answer), num_prompt_tokens(requests)),
             "others": others,
-            "disturbed": not quiet or others > OTHERS_LIMIT,
+            "disturbed": not quiet or others > MOST_OF_OTHERS,
             "token_ids": answer.token_ids,
         }
 

@@ -11,7 +11,7 @@ The kernels of a device are a class of `plan`, `write` and `attend` in a module 
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +40,7 @@ class Flash(Attention):
     class Options:
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
         cascade: int | str = "auto"  # attend once to keys that rows share: auto (where it pays), never, or from so many on
-        isa: str = "auto"  # instruction set on the CPU: amx, avx512_bf16, avx512, avx2 or portable; auto: the fastest
+        isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = "auto"  # of the CPU; auto: the fastest
 
     libraries = {LIBRARY: SOURCES}
     capabilities = Capabilities(
