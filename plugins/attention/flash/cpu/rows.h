@@ -3,6 +3,7 @@
 #pragma once
 
 #include "products.h"
+#include "watch.h"
 
 namespace {
 
@@ -13,6 +14,7 @@ using flash::kDotLanes;
 using flash::kGroup;
 using flash::kMaxDim;
 using flash::kTile;
+using flash::may_ask;
 
 INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 || type == Type::fp8 ? 1 : 2; }
 
@@ -112,12 +114,13 @@ struct Ahead {
   INLINE void ask(float begin, float end) const {
     constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
     if (!keys) return;
-    if (scales && begin == 0) {
+    if (scales && begin == 0 && may_ask(scales, 0, scale_bytes + 2)) {
       __builtin_prefetch(scales, 0, kIntoL2);
       __builtin_prefetch(scales + scale_bytes, 0, kIntoL2);
     }
-    const int to = int(bytes * end) / 64 * 64;
-    for (int i = int(bytes * begin) / 64 * 64; i < to; i += 64) {
+    const int from = int(bytes * begin) / 64 * 64, to = int(bytes * end) / 64 * 64;
+    if (!may_ask(keys, from, to) || !may_ask(values, from, to)) return;
+    for (int i = from; i < to; i += 64) {
       __builtin_prefetch(keys + i, 0, kIntoL2);
       __builtin_prefetch(values + i, 0, kIntoL2);
     }
@@ -289,21 +292,23 @@ struct Keys {
   }
 
   // What lies kAhead after group g of the tile at hand, in the next item when this one ends before: memory answers in the time
-  // that some groups take. An item that is shorter than that asks for the next one's, group by group.
+  // that some groups take. An item that is shorter than that asks for the next one's, group by group. Of a group that crosses
+  // blocks it is what lies in the first that is the item's.
   INLINE Ahead ahead(int start, int g) const {
     const int end = (item.key_last + kGroup - 1) / kGroup * kGroup;
     int p = start + g * kGroup + std::min(kAhead, end - first());
     const Item* of = &item;
     if (p >= end) {
       if (!next) return {};
-      p = next->key_first / kGroup * kGroup + p - end;
+      p = std::max(next->key_first, next->key_first / kGroup * kGroup + p - end);
       if (p >= next->key_last) return {};
       of = next;
     }
+    const int offset = p % c.block_size, rows = std::min(kGroup, c.block_size - offset);
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
-    const char* row = key_row(*of, p);
-    const char* scales = c.is_quantized() ? row - p % c.block_size * (bytes - 2) + 2 * values : nullptr;
-    return {row, row + values, scales, int(kGroup * bytes), int(2 * c.block_size)};
+    const char *head = head_of(*of, p), *row = head + offset * bytes;
+    const char* scales = c.is_quantized() && !c.fixed_scales ? head + 2 * (values + offset) : nullptr;
+    return {row, row + values, scales, int(rows * bytes), int(2 * c.block_size)};
   }
 
   INLINE void prefetch(int start, int g) const { ahead(start, g).ask(0, 1); }
