@@ -22,8 +22,8 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     pack_queries();
   }
 
+  // With the matrix tiles as `configure` leaves them.
   void run() {
-    configure();
     if (is_common()) {
       _tile_zero(0);
       _tile_zero(1);
@@ -42,6 +42,19 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     arrive(c, item, o);
   }
 
+  // For items of as many lanes. Tiles 0 to 3: sums of values, [row, 16 pairs of dims]; 3 and 5: queries, [pair of dims, lane]; 4:
+  // scores, [key, lane]; 6: keys or values, [key, 32 dims]; 7: weights, [row, key].
+  void configure() const {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 4 * kLanes, 4 * kLanes, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    for (int sums : {0, 1, 2, 3, 7}) config.rows[sums] = rows;
+    if (is_common()) config.row_bytes[3] = 4 * kLanes, config.rows[3] = 16;
+    _tile_loadconfig(&config);
+  }
+
  private:
   friend FourLanes;
 
@@ -54,19 +67,6 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
 
   // Sums and queries of this head dim stay in their tiles.
   bool is_common() const { return dim == 64; }
-
-  // Tiles 0 to 3: sums of values, [row, 16 pairs of dims]; 3 and 5: queries, [pair of dims, lane]; 4: scores, [key, lane];
-  // 6: keys or values, [key, 32 dims]; 7: weights, [row, key].
-  void configure() const {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 4 * kLanes, 4 * kLanes, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    for (int sums : {0, 1, 2, 3, 7}) config.rows[sums] = rows;
-    if (is_common()) config.row_bytes[3] = 4 * kLanes, config.rows[3] = 16;
-    _tile_loadconfig(&config);
-  }
 
   // Lanes past the last are zero.
   void pack_queries() {

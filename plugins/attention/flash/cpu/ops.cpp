@@ -283,11 +283,8 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
     for (int p = item->key_first; p < item->key_last; p++) Watch::add(c.blocks[item->row * c.blocks_stride + p / c.block_size]);
   }
 #endif
-  lab::in_runs(plan.num_items, plan.threads, 1, [&](int64_t i, int64_t, int64_t) {
-#ifdef FLASH_WATCHED
-    forget(scratch(), kScratchFloats);
-#endif
-    kernels.attend(c, items[i], i + 1 < plan.num_items ? items + i + 1 : nullptr, scratch());
+  lab::in_runs(plan.num_items, plan.threads, plan.run, [&](int64_t first, int64_t last, int64_t) {
+    kernels.attend(c, items + first, last - first, last < plan.num_items ? items + last : nullptr, scratch());
   });
   if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }

@@ -47,7 +47,7 @@ inline bool may_ask(const char* from, int64_t first, int64_t last) {
   return is_owned;
 }
 
-// Before an item: its scratch memory is NaN, and the stack holds large numbers.
+// Of scratch memory all is NaN, and the stack holds large numbers.
 inline __attribute__((noinline)) void forget(float* scratch, size_t count) {
   std::memset(scratch, 0xff, count * sizeof(float));
   char stack[1 << 16];
