@@ -99,8 +99,10 @@ struct KeyTile {
   typedef typename N::Element Element;
   Element* gathered;  // [2, kTile, DP]
   int start, groups;
+  int kept = kTile / kGroup;  // groups whose gathered keys are kept: those of later ones take their place
   const Element* k[kTile / kGroup];
   const Element* v[kTile / kGroup];
+  const int8_t* stored_v[kTile / kGroup];  // values that Keys::values has yet to widen; null: there are none
   float k_scale[kTile], v_scale[kTile];  // of a quantized cache
 };
 
@@ -130,7 +132,8 @@ struct Ahead {
 // The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
 // be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
 // NaN. Keys past the end may be anything: their scores are masked. Quantized ones are gathered, times their scales if `kScaled`.
-template <class N, bool kScaled>
+// `kLate`: values of whole groups are widened when they are asked for, so that what waits for it stays in the first-level cache.
+template <class N, bool kScaled, bool kLate = false>
 struct Keys {
   typedef typename N::Element Element;
   const Call& c;
@@ -172,6 +175,7 @@ struct Keys {
   }
 
   INLINE void fetch_group(KeyTile<N>& tile, int g) const {
+    tile.stored_v[g] = nullptr;
     const int p = tile.start + g * kGroup;
     const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
     const bool in_one_block = p % c.block_size + kGroup <= c.block_size;
@@ -187,7 +191,17 @@ struct Keys {
     }
   }
 
+  INLINE Element* keys_of(KeyTile<N>& tile, int g) const { return tile.gathered + g % tile.kept * kGroup * c.padded_dim; }
   INLINE Element* values_of(KeyTile<N>& tile, int g) const { return tile.gathered + (kTile + g * kGroup) * c.padded_dim; }
+
+  // Of a fetched group, widened into the place of group `place` if need be.
+  INLINE const Element* values(KeyTile<N>& tile, int g, int place) const {
+    if (!kLate || !tile.stored_v[g]) return tile.v[g];
+    Element* to = values_of(tile, place);
+    const int count = kGroup * c.padded_dim;
+    c.kv_type == Type::i8 ? N::template widen<Type::i8>(tile.stored_v[g], to, count) : N::template widen<Type::fp8>(tile.stored_v[g], to, count);
+    return to;
+  }
 
   // The item's values of a group that lies in one block, zero elsewhere.
   INLINE const Element* gather_some(KeyTile<N>& tile, int g, int first_position) const {
@@ -205,8 +219,7 @@ struct Keys {
   }
 
   void gather(KeyTile<N>& tile, int g, int first_position) const {
-    Element* keys = tile.gathered + g * kGroup * c.padded_dim;
-    Element* values = values_of(tile, g);
+    Element *keys = keys_of(tile, g), *values = values_of(tile, g);
     for (int i = 0; i < kGroup; i++) {
       const int p = first_position + i, offset = i * c.padded_dim;
       const bool ours = p >= item.key_first && p < item.key_last;
@@ -224,8 +237,7 @@ struct Keys {
   template <Type kFrom>
   void widen(KeyTile<N>& tile, int g, int first_position, bool as_one) const {
     const int dim = c.padded_dim, values = c.block_size * dim;
-    Element* k = tile.gathered + g * kGroup * dim;
-    Element* v = values_of(tile, g);
+    Element *k = keys_of(tile, g), *v = values_of(tile, g);
     tile.k[g] = k;
     tile.v[g] = v;
     if (as_one) {
@@ -234,7 +246,9 @@ struct Keys {
       read_scales_of_group<kFrom>(tile, g * kGroup, head, offset);
       const int8_t* rows = (const int8_t*)head + offset * dim;
       N::template widen<kFrom>(rows, k, kGroup * dim);
-      return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+      if (!kLate) return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+      tile.stored_v[g] = rows + values;
+      return;
     }
     const char* head = nullptr;
     int offset = 0;
