@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "products.h"
-#include "watch.h"
 
 namespace {
 
@@ -14,7 +14,6 @@ using flash::kDotLanes;
 using flash::kGroup;
 using flash::kMaxDim;
 using flash::kTile;
-using flash::may_ask;
 
 INLINE int64_t size_of(Type type) { return type == Type::f32 ? 4 : type == Type::i8 || type == Type::fp8 ? 1 : 2; }
 
@@ -106,29 +105,6 @@ struct KeyTile {
   float k_scale[kTile], v_scale[kTile];  // of a quantized cache
 };
 
-// Keys, values and scales of a group, to be asked for.
-struct Ahead {
-  const char *keys = nullptr, *values = nullptr;  // null: nothing is asked for
-  const char* scales = nullptr;                   // null: there are none behind a block's values
-  int bytes = 0, scale_bytes = 0;
-
-  // The share from `begin` to `end` of it, both in parts of one.
-  INLINE void ask(float begin, float end) const {
-    constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
-    if (!keys) return;
-    if (scales && begin == 0 && may_ask(scales, 0, scale_bytes + 2)) {
-      __builtin_prefetch(scales, 0, kIntoL2);
-      __builtin_prefetch(scales + scale_bytes, 0, kIntoL2);
-    }
-    const int from = int(bytes * begin) / 64 * 64, to = int(bytes * end) / 64 * 64;
-    if (!may_ask(keys, from, to) || !may_ask(values, from, to)) return;
-    for (int i = from; i < to; i += 64) {
-      __builtin_prefetch(keys + i, 0, kIntoL2);
-      __builtin_prefetch(values + i, 0, kIntoL2);
-    }
-  }
-};
-
 // The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
 // be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
 // NaN. Keys past the end may be anything: their scores are masked. Quantized ones are gathered, times their scales if `kScaled`.
@@ -198,8 +174,9 @@ struct Keys {
   INLINE const Element* values(KeyTile<N>& tile, int g, int place) const {
     if (!kLate || !tile.stored_v[g]) return tile.v[g];
     Element* to = values_of(tile, place);
+    const int8_t* from = tile.stored_v[g];
     const int count = kGroup * c.padded_dim;
-    c.kv_type == Type::i8 ? N::template widen<Type::i8>(tile.stored_v[g], to, count) : N::template widen<Type::fp8>(tile.stored_v[g], to, count);
+    c.kv_type == Type::i8 ? N::template widen<Type::i8>(from, to, count) : N::template widen<Type::fp8>(from, to, count);
     return to;
   }
 
