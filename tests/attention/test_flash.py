@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab import capabilities, registry
+from lab import capabilities, native, registry
 from lab.capabilities import Capabilities, Needs, unmet
 from lab.checks import attention as checks
 from lab.checks.attention_trial import Case, Trial, compare, make_backend, spec_of
 from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.settings import PluginChoice
+from plugins.attention.flash import cpu
 
 registry.discover()
 FLASH = registry.get("attention", "flash")
@@ -21,17 +22,29 @@ CPU = torch.device("cpu")
 DIMS = ", ".join(map(str, range(8, 257, 8)))
 NEEDS = Needs(device="cpu", dtype="bfloat16", kv_dtype="bfloat16", head_dim=64, block_size=16, features=frozenset({"gqa"}))
 MIXED = ((0, 33), (100, 1), (64, 20), (5, 1), (0, 1), (250, 6), (31, 3), (512, 1), (16, 300), (700, 129))
+LENGTHS = tuple((length, 1) for length in range(0, 420, 13))  # which end in every group of a tile, decoded one after another
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Operators for every instruction set whose requests to memory are held against what is the call's: see cpu/watch.h."""
+    name, flags = "lab_flash_watched", (*cpu.EVERY_ISA[1], "-DFLASH_WATCHED")
+    monkeypatch.setattr(cpu, "EVERY_ISA", (name, flags))
+    native.load(name, cpu.SOURCES, flags=flags)
+    return getattr(torch.ops, name)
 
 
 @pytest.fixture(params=ISAS)
-def options(request):
-    """Options that force an instruction set of this machine."""
-    make_backend(FLASH, FLASH.options(isa="portable"), spec_of(Case(()), CPU))
-    usable = torch.ops.lab_flash_every_isa.isas()
+def options(request, watched):
+    """Options that force an instruction set of this machine, which may ask memory for nothing that is not the call's."""
+    usable = watched.isas()
     assert usable[-1] == "portable"
     if request.param not in usable:
         pytest.skip(f"this machine has no {request.param}")
-    return FLASH.options(isa=request.param)
+    asked_before, astray_before = watched.watched()
+    yield FLASH.options(isa=request.param)
+    asked, astray = watched.watched()
+    assert asked > asked_before and astray == astray_before, f"{astray - astray_before} requests to memory went astray"
 
 
 @pytest.fixture
@@ -47,6 +60,11 @@ class TestEveryInstructionSet:
     def test_mixed_batch(self, options, dtype):
         compare(FLASH, options, Case(MIXED, dtype=dtype))
         compare(FLASH, options, Case(MIXED[::-1], dtype=dtype, num_padding=3))
+
+    def test_decodes_of_many_lengths(self, options, dtype):
+        case = Case(LENGTHS, 9, 3, dtype=dtype)
+        compare(FLASH, options, case)
+        compare(FLASH, options, replace(case, rows=LENGTHS[::-1], sliding_window=140))
 
     @pytest.mark.parametrize("block_size", [1, 7, 24])
     def test_block_sizes(self, options, dtype, block_size):
@@ -286,7 +304,7 @@ def test_a_cache_of_another_dtype(options):
     assert torch.allclose(*outputs, atol=1e-5) and outputs[0].any()
 
 
-def test_an_instruction_set_that_is_not_there():
+def test_an_instruction_set_that_is_not_there(watched):
     with pytest.raises(
         UserError, match=r"attention.isa=avx1024: this machine has no such kernels.\nAvailable: auto, .*portable"
     ):

@@ -10,7 +10,7 @@ from lab.checks import CheckFailed
 from lab.checks import attention as checks
 from lab.checks.attention_trial import Case, Trial, compare, make_backend, spec_of
 from plugins.attention._quantized import dequantize, quantize, scales_of
-from tests.attention.test_flash import CPU, FLASH, MIXED, options  # noqa: F401 - a fixture
+from tests.attention.test_flash import CPU, FLASH, LENGTHS, MIXED, options, watched  # noqa: F401 - fixtures
 
 registry.discover()
 EAGER = registry.get("attention", "eager")
@@ -90,6 +90,12 @@ class TestEveryInstructionSet:
         case = Case(rows, *heads, head_dim, block_size, torch.bfloat16, kv_dtype=kv_dtype, kv_scales="token_head")
         compare(FLASH, options, case)
         compare(FLASH, options, replace(case, sliding_window=15, softcap=3.0))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_decodes_of_many_lengths(self, options, kv_dtype, kind):  # noqa: F811
+        case = Case(LENGTHS, 9, 3, dtype=torch.bfloat16, kv_dtype=kv_dtype, kv_scales=kind)
+        compare(FLASH, options, case)
+        compare(FLASH, options, replace(case, rows=LENGTHS[::-1], sliding_window=140))
 
     def test_every_number_of_the_format(self, options, kv_dtype):  # noqa: F811
         """Attention of one token over itself gives its value back: all numbers but those of NaN and -128."""

@@ -97,7 +97,7 @@ inline void near_ahead(const BFloat16* weights) {
 // The sums of a group of rows and a pair of blocks. They are handed over while the next ones are computed.
 struct alignas(64) Sums {
   float values[4 * kPart];  // upper rows: both blocks; lower rows: both blocks
-  int64_t row, rows = 0, block;
+  int64_t row = 0, rows = 0, block = 0;
 
   template <typename Pair>
   void hand_over(const Pair& pair, int64_t r) const {

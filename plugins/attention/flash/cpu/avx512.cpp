@@ -16,7 +16,7 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
 }
 
 const Kernels* avx512_kernels() {
-  static const Kernels kernels{"avx512", attend};
+  static const Kernels kernels{"avx512", attend_each<attend>};
   return &kernels;
 }
 

@@ -13,13 +13,13 @@ namespace flash {
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
   const bool few = item.q_count * c.group <= kDotLanes;
   // What must be dequantized first is read faster as floats, whose products the processor makes at twice the rate.
-  if (!c.has_bf16_products() || (few && c.is_quantized())) return avx512_kernels()->attend(c, item, next, scratch);
+  if (!c.has_bf16_products() || (few && c.is_quantized())) return avx512_kernels()->attend(c, &item, 1, next, scratch);
   if (few) return attend_dot<Bf16>(c, item, next, scratch);
   attend_tiles<Bf16>(c, item, next, scratch);
 }
 
 const Kernels* avx512_bf16_kernels() {
-  static const Kernels kernels{"avx512_bf16", attend};
+  static const Kernels kernels{"avx512_bf16", attend_each<attend>};
   return &kernels;
 }
 

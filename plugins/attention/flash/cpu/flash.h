@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "watch.h"
+
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FLASH_HAS_AVX512
 #endif
@@ -83,11 +85,26 @@ constexpr size_t kScratchFloats =
     + size_t(16) * kMaxDim * 2            // rows on their way in and out
     + size_t(kMaxLanes) * 5 + 4096;
 
+#ifdef FLASH_WATCHED
+inline void before_item(float* scratch) { forget(scratch, kScratchFloats); }
+#else
+inline void before_item(float*) {}
+#endif
+
 struct Kernels {
   const char* name;
-  // `next` is likely to be what this thread is given after; null when nothing is.
-  void (*attend)(const Call&, const Item&, const Item* next, float* scratch);
+  // So many items. `next` is likely to be what this thread is given after them; null when nothing is.
+  void (*attend)(const Call&, const Item* items, int64_t count, const Item* next, float* scratch);
 };
+
+// Kernels that have nothing to prepare for several items.
+template <void (*kAttend)(const Call&, const Item&, const Item* next, float* scratch)>
+void attend_each(const Call& c, const Item* items, int64_t count, const Item* next, float* scratch) {
+  for (int64_t i = 0; i < count; i++) {
+    before_item(scratch);
+    kAttend(c, items[i], i + 1 < count ? items + i + 1 : next, scratch);
+  }
+}
 
 // Null where the compiler or its flags have no such instructions, and where faster ones serve as well: then they are built only
 // with FLASH_EVERY_ISA.

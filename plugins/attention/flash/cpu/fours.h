@@ -15,15 +15,15 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
  public:
   Fours(const Call& call, const Item& it, const Item* next, float* memory)
       : FourLanes(call, it, memory), rows(2 * lanes), is_quantized(call.is_quantized()), keys{call, it, next} {
-    for (Tile& tile : tiles) tile.keys.gathered = scratch.take<uint16_t>(2 * kTile * dim);
+    for (Tile& tile : tiles) tile.keys.gathered = scratch.take<uint16_t>(2 * kTile * dim), tile.keys.kept = 2;
     q = scratch.take<float>(dim / 2 * kLanes);
     o = scratch.take<float>(2 * kLanes * dim);
     weights = scratch.take<uint32_t>(2 * kLanes * kTile);
     pack_queries();
   }
 
+  // With the matrix tiles as `configure` leaves them.
   void run() {
-    configure();
     if (is_common()) {
       _tile_zero(0);
       _tile_zero(1);
@@ -42,21 +42,8 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     arrive(c, item, o);
   }
 
- private:
-  friend FourLanes;
-
-  const int rows;
-  const bool is_quantized;
-  Keys<Bf16, false> keys;
-  float* q;           // [DP / 2, lane] pairs of dims
-  float* o;           // [DP / 32, row, 16] weighted values: of a lane the even dims, and `lanes` rows further the odd ones
-  uint32_t* weights;  // [group, row, key] a bf16 in the lower half of a word, and `lanes` rows further in the upper half
-
-  // Sums and queries of this head dim stay in their tiles.
-  bool is_common() const { return dim == 64; }
-
-  // Tiles 0 to 3: sums of values, [row, 16 pairs of dims]; 3 and 5: queries, [pair of dims, lane]; 4: scores, [key, lane];
-  // 6: keys or values, [key, 32 dims]; 7: weights, [row, key].
+  // For items of as many lanes. Tiles 0 to 3: sums of values, [row, 16 pairs of dims]; 3 and 5: queries, [pair of dims, lane]; 4:
+  // scores, [key, lane]; 6: keys or values, [key, 32 dims]; 7: weights, [row, key].
   void configure() const {
     struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -67,6 +54,19 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     if (is_common()) config.row_bytes[3] = 4 * kLanes, config.rows[3] = 16;
     _tile_loadconfig(&config);
   }
+
+ private:
+  friend FourLanes;
+
+  const int rows;
+  const bool is_quantized;
+  Keys<Bf16, false, true> keys;
+  float* q;           // [DP / 2, lane] pairs of dims
+  float* o;           // [DP / 32, row, 16] weighted values: of a lane the even dims, and `lanes` rows further the odd ones
+  uint32_t* weights;  // [group, row, key] a bf16 in the lower half of a word, and `lanes` rows further in the upper half
+
+  // Sums and queries of this head dim stay in their tiles.
+  bool is_common() const { return dim == 64; }
 
   // Lanes past the last are zero.
   void pack_queries() {
@@ -83,10 +83,11 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
 
   INLINE void score(Tile& tile, int start) {
     keys.aim(start, tile.keys);
+    keys.fetch_group(tile.keys, 0);
     for (int g = 0; g < tile.keys.groups; g++) {
       tile.ahead[g] = keys.ahead(start, g);
       tile.ahead[g].ask(0, kScoring);
-      keys.fetch_group(tile.keys, g);
+      if (g + 1 < tile.keys.groups) keys.fetch_group(tile.keys, g + 1);
       const uint16_t* k = tile.keys.k[g];
       settle();
       _tile_zero(4);
@@ -161,19 +162,27 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     store(to + W, __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
   }
 
-  INLINE void add_values(const Tile& tile) {
+  INLINE void add_values(Tile& tile) {
     settle();
     if (is_common()) {
+      const uint16_t* coming = keys.values(tile.keys, 0, 0);
       for (int g = 0; g < tile.keys.groups; g++) {
+        const uint16_t* v = coming;
         ahead[g].ask(kWeighing, 1);
+        // A tile is not loaded from what was stored just before.
+        if (g + 1 < tile.keys.groups) coming = keys.values(tile.keys, g + 1, (g + 1) % 2);
+        settle();
         _tile_loadd(7, weights + g * rows * kGroup, 64);
-        _tile_loadd(6, tile.keys.v[g], 128);
+        _tile_loadd(6, v, 128);
         _tile_dpbf16ps(0, 7, 6);
-        _tile_loadd(6, tile.keys.v[g] + 32, 128);
+        _tile_loadd(6, v + 32, 128);
         _tile_dpbf16ps(1, 7, 6);
+        settle();
       }
     } else {
       int d = 0;
+      for (int g = 0; g < tile.keys.groups; g++) tile.keys.v[g] = keys.values(tile.keys, g, g);
+      settle();
       for (; d + 128 <= dim; d += 128) add_dims<4>(tile.keys, d);
       if (dim - d == 96) add_dims<3>(tile.keys, d);
       if (dim - d == 64) add_dims<2>(tile.keys, d);

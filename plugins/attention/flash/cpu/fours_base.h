@@ -61,7 +61,7 @@ class FourLanes {
       }
       if (!is_last) score_and_look_ahead(*coming, tile->keys.start + kTile);
       ahead = !is_last ? coming->ahead : is_first ? tile->ahead : kNothing;
-      weigh(*tile);
+      weigh(*tile, is_first);
       self().add_values(*tile);
     }
   }
@@ -75,31 +75,38 @@ class FourLanes {
   // Compilers do not know that tiles read and write memory.
   static INLINE void settle() { asm volatile("" ::: "memory"); }
 
-  // Of lanes' rows of so many words [word, lane].
-  static INLINE void pack_words(const float* const (&from)[kLanes], int words, float* to) {
-    for (int k = 0; k < words; k += 4, to += 4 * kLanes) {
+  // Of lanes' rows of so many words [word, lane], `stride` floats from word to word.
+  static INLINE void pack_words(const float* const (&from)[kLanes], int words, float* to, int stride = kLanes) {
+    for (int k = 0; k < words; k += 4, to += 4 * stride) {
       __m128 a = _mm_loadu_ps(from[0] + k), b = _mm_loadu_ps(from[1] + k);
       __m128 d = _mm_loadu_ps(from[2] + k), e = _mm_loadu_ps(from[3] + k);
       _MM_TRANSPOSE4_PS(a, b, d, e);
-      _mm_storeu_ps(to, a), _mm_storeu_ps(to + 4, b), _mm_storeu_ps(to + 8, d), _mm_storeu_ps(to + 12, e);
+      _mm_storeu_ps(to, a), _mm_storeu_ps(to + stride, b);
+      _mm_storeu_ps(to + 2 * stride, d), _mm_storeu_ps(to + 3 * stride, e);
     }
   }
 
-  void weigh(const Tile& tile) {
+  void weigh(const Tile& tile, bool is_first) {
     const int start = tile.keys.start, end = start + tile.keys.groups * kGroup;
     const bool sees_all = start >= highest_oldest && end - 1 <= last[0] && end <= item.tree_start;
     const bool is_plain = sees_all && c.softcap == 0;
     switch (lanes) {
-      case 1: return is_plain ? weigh<1, true>(tile) : weigh<1, false>(tile);
-      case 2: return is_plain ? weigh<2, true>(tile) : weigh<2, false>(tile);
-      case 3: return is_plain ? weigh<3, true>(tile) : weigh<3, false>(tile);
-      default: return is_plain ? weigh<4, true>(tile) : weigh<4, false>(tile);
+      case 1: return is_plain ? weigh<1, true>(tile, is_first) : weigh<1, false>(tile, is_first);
+      case 2: return is_plain ? weigh<2, true>(tile, is_first) : weigh<2, false>(tile, is_first);
+      case 3: return is_plain ? weigh<3, true>(tile, is_first) : weigh<3, false>(tile, is_first);
+      default: return is_plain ? weigh<4, true>(tile, is_first) : weigh<4, false>(tile, is_first);
     }
   }
 
-  // Scores of the tile into weights. The reference is raised where weights grow too large, and then the tile is weighed again.
+  // Scores of the tile into weights. The reference begins as the highest score of the first keys; it is raised where weights grow
+  // too large, and then the tile is weighed again.
   template <int N, bool kPlain>
-  INLINE void weigh(const Tile& tile) {
+  INLINE void weigh(const Tile& tile, bool is_first) {
+    if (is_first) {
+      vf x[kLanes];
+      self().template scores_of<N, kPlain>(tile, 0, x);
+      for (int lane = 0; lane < N; lane++) reference[lane] = vmax(reference[lane], fill(max_of(x[lane])));
+    }
     if (!self().template try_to_weigh<N, kPlain>(tile)) {
       raise_reference<N, kPlain>(tile);
       self().template try_to_weigh<N, kPlain>(tile);

@@ -35,8 +35,9 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
     pack_queries();
   }
 
+  // With the matrix tiles as `configure` leaves them.
   void run() {
-    configure();
+    if (dim == 64) load_queries(0);
     attend_to_keys();
     for (int lane = 0; lane < lanes; lane++) {
       for (int d = 0; d < dim; d += 64) interleave(o + d / 4 * rows + lane * 4 * W, scaled + d);
@@ -45,35 +46,35 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
     arrive(c, item, o);
   }
 
+  // For items of as many lanes. Tiles 0 and 1: sums of values, [row, 16 fours of dims], of weights' upper and lower bytes; 2:
+  // queries, [four of dims, column]; 4: scores, [key, column]; 5 and 7: weights, [row, key]; 6: keys or values, [key, 64 dims].
+  void configure() const {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 4 * kColumns, 64, 4 * kColumns, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    for (int tile : {0, 1, 5, 7}) config.rows[tile] = rows;
+    _tile_loadconfig(&config);
+  }
+
  private:
   friend FourLanes;
+
+  static constexpr int kColumns = 2 * kLanes;  // the upper bytes of all lanes' queries, then the lower ones
 
   const int rows;
   Keys<Bf16, false> keys;
   float q_scale[kLanes];  // what a whole number among scores stands for, before keys' scales
   vf unit[kLanes];    // what a whole number among weights stands for
-  float* q;           // [DP / 64, upper and lower byte, 16 fours of dims, lane]
+  float* q;           // [DP / 4, upper and lower byte, lane] fours of dims
   float* o;           // [DP / 64, row, 16] weighted values: four rows of a lane, of each four dims the first, second and so on
   int32_t* parts;     // [upper and lower byte, row, 16] of a tile
   float* scaled;      // [lane, kTile] weights
   uint32_t* weights;  // [group, upper and lower byte, row, key] words with one byte that is not zero
 
-  // Tiles 0 and 1: sums of values, [row, 16 fours of dims], of weights' upper and lower bytes; 2 and 3: queries, [four of dims,
-  // lane], upper and lower bytes; 4: scores, [key, lane]; 5 and 7: weights, [row, key]; 6: keys or values, [key, 64 dims].
-  void configure() const {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 4 * kLanes, 4 * kLanes, 4 * kLanes, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    for (int tile : {0, 1, 5, 7}) config.rows[tile] = rows;
-    _tile_loadconfig(&config);
-    if (dim == 64) load_queries(0);
-  }
-
   INLINE void load_queries(int d) const {
-    _tile_loadd(2, q + d / 2 * kLanes, 4 * kLanes);
-    _tile_loadd(3, q + d / 2 * kLanes + 16 * kLanes, 4 * kLanes);
+    _tile_loadd(2, q + d / 4 * kColumns, 4 * kColumns);
   }
 
   // Lanes past the last are zero.
@@ -102,7 +103,7 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
       for (int part = 0; part < 2; part++) {
         const float* from[kLanes];
         for (int lane = 0; lane < kLanes; lane++) from[lane] = (const float*)(bytes[part][lane] + d);
-        pack_words(from, 16, q + (d / 32 + part) * 16 * kLanes);
+        pack_words(from, 16, q + d / 4 * kColumns + part * kLanes, kColumns);
       }
     }
   }
@@ -115,8 +116,7 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
       tile.ahead[g] = keys.ahead(start, g);
       tile.ahead[g].ask(0, kScoring);
       fetch_group(of, g);
-      int32_t* to = (int32_t*)tile.scores + g * kGroup * kLanes;
-      score_group(of.k[g], to, to + kTile * kLanes);
+      score_group(of.k[g], (int32_t*)tile.scores + g * kGroup * kColumns);
     }
   }
 
@@ -152,38 +152,26 @@ class ByteFours : public FourLanes<ByteFours, ByteTile> {
     }
   }
 
-  INLINE void score_group(const int8_t* k, int32_t* upper, int32_t* lower) const {
+  INLINE void score_group(const int8_t* k, int32_t* to) const {
     settle();
-    if (dim == 64) _tile_loadd(6, k, 64);
-    score_bytes<true>(k, upper);
-    score_bytes<false>(k, lower);
-    settle();
-  }
-
-  // Of a group's keys with the queries' upper or lower bytes.
-  template <bool kUpper>
-  INLINE void score_bytes(const int8_t* k, int32_t* to) const {
     _tile_zero(4);
     for (int d = 0; d < dim; d += 64) {
-      if (dim > 64) {
-        load_queries(d);
-        _tile_loadd(6, k + d, dim);
-      }
-      if (kUpper) {
-        _tile_dpbssd(4, 6, 2);
-      } else {
-        _tile_dpbssd(4, 6, 3);
-      }
+      if (dim > 64) load_queries(d);
+      _tile_loadd(6, k + d, dim);
+      _tile_dpbssd(4, 6, 2);
     }
-    _tile_stored(4, to, 4 * kLanes);
+    _tile_stored(4, to, 4 * kColumns);
+    settle();
   }
 
   // Of a group's keys the scores of each lane, scaled.
   template <int N, bool kPlain>
   INLINE void scores_of(const Tile& tile, int g, vf (&x)[kLanes]) const {
-    const int32_t *upper = (const int32_t*)tile.scores + g * kGroup * kLanes, *lower = upper + kTile * kLanes;
-    const auto whole = [&](int i) {
-      return __builtin_convertvector((load_as<vi>(upper + i * W) << 7) + load_as<vi>(lower + i * W), vf);
+    const float* from = tile.scores + g * kGroup * kColumns;
+    const auto whole = [&](int i) {  // of four keys
+      const vf two = load(from + 2 * i * W), next_two = load(from + (2 * i + 1) * W);
+      const vi upper = (vi)_mm512_shuffle_f32x4(two, next_two, 0x88), lower = (vi)_mm512_shuffle_f32x4(two, next_two, 0xdd);
+      return __builtin_convertvector((upper << 7) + lower, vf);
     };
     turn(whole(0), whole(1), whole(2), whole(3), x);
     const vf k_scale = load(tile.keys.k_scale + g * kGroup);

@@ -9,11 +9,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "lab/team.h"
 #include "plan.h"
 #include "quantized.h"
+#include "watch.h"
 
 namespace flash {
 namespace {
@@ -154,9 +156,11 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
     if (slot[token] < 0) return;
     for (int64_t head = 0; head < to.heads; head++) {
       const char* row = place_of(token, head) + slot[token] % to.block_size * row_bytes;
+      const char* value_row = row + to.block_size * row_bytes;
+      if (!may_ask(row, 0, row_bytes) || !may_ask(value_row, 0, row_bytes)) continue;
       for (int64_t i = 0; i < row_bytes; i += 64) {
         __builtin_prefetch(row + i, 1);
-        __builtin_prefetch(row + to.block_size * row_bytes + i, 1);
+        __builtin_prefetch(value_row + i, 1);
       }
     }
   };
@@ -182,6 +186,12 @@ void write(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slo
       }
     }
   };
+#ifdef FLASH_WATCHED
+  Watch::begin(cache, to.heads * to.head_bytes);
+  for (int64_t token = 0; token < tokens; token++) {
+    if (slot[token] >= 0) Watch::add(slot[token] / to.block_size);
+  }
+#endif
   const int64_t threads = tokens * to.heads * row_bytes * 2 < kWriteBytes ? 1 : at::get_num_threads();
   lab::in_runs(tokens, threads, tokens / (4 * threads), [&](int64_t first, int64_t last, int64_t) {
     for (int64_t token = first; token < std::min(last, first + kWriteAhead); token++) ask(token);
@@ -267,8 +277,14 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);
   const Item* items = plan.items();
-  lab::in_runs(plan.num_items, plan.threads, 1, [&](int64_t i, int64_t, int64_t) {
-    kernels.attend(c, items[i], i + 1 < plan.num_items ? items + i + 1 : nullptr, scratch());
+#ifdef FLASH_WATCHED
+  Watch::begin(c.kv, layout.heads * layout.head_bytes);
+  for (const Item* item = items; item < items + plan.num_items; item++) {
+    for (int p = item->key_first; p < item->key_last; p++) Watch::add(c.blocks[item->row * c.blocks_stride + p / c.block_size]);
+  }
+#endif
+  lab::in_runs(plan.num_items, plan.threads, plan.run, [&](int64_t first, int64_t last, int64_t) {
+    kernels.attend(c, items + first, last - first, last < plan.num_items ? items + last : nullptr, scratch());
   });
   if (plan.num_tokens < out.size(0)) out.slice(0, plan.num_tokens).zero_();
 }
@@ -296,6 +312,9 @@ DEFINE_LIBRARY(LAB_NAMESPACE, m) {
         " float softcap, int window, int num_splits, int cascade, int isa, bool batch_invariant, bool has_sinks,"
         " Tensor? tree_start, Tensor? ancestors) -> Tensor", flash::plan_step);
   m.def("move(Tensor(a!) kv, Tensor from_slots, Tensor to_slots, int dim) -> ()", flash::move);
+#ifdef FLASH_WATCHED
+  m.def("watched() -> (int, int)", [] { return std::tuple<int64_t, int64_t>(flash::Watch::asked, flash::Watch::astray); });
+#endif
   m.def("keys_read(Tensor plan) -> int", flash::keys_read);
   m.def("attend(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out) -> ()", flash::attend);
   m.def("attend_lse(Tensor q, Tensor kv, Tensor blocks, Tensor(a!) plan, Tensor(b!) out, Tensor(c!) lse) -> ()",

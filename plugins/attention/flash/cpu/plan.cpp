@@ -18,6 +18,7 @@ constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to g
 constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
 constexpr int64_t kInvariantPiece = 512;  // of a batch-invariant step, where a piece may not depend on what else there is
 constexpr int64_t kSerialCost = 8192;  // less than this is done before other threads wake up
+constexpr int64_t kRunCost = 8192, kLongestRun = 4;  // items are taken by so many, up to this cost, where each thread has enough
 
 // What a key costs an item, in nanoseconds or so: it is fetched and packed, and then the work grows with the lanes, in tiles by
 // whole vectors. Few lanes are served by dot products, and bound by memory.
@@ -232,6 +233,13 @@ class Planner {
   }
 };
 
+// Items that a thread takes at once: some short ones, so that little is prepared for each, and no more than keeps shares even.
+int32_t run_of(const std::vector<Item>& items, int64_t threads) {
+  if (items.empty()) return 1;
+  const int64_t cheap = kRunCost / std::max(items.front().cost, 1), even = int64_t(items.size()) / (8 * threads);
+  return std::clamp<int64_t>(std::min(cheap, even), 1, kLongestRun);
+}
+
 }  // namespace
 
 void plan(const StepRows& step, const How& how, const std::function<void*(int64_t)>& allocate) {
@@ -241,14 +249,14 @@ void plan(const StepRows& step, const How& how, const std::function<void*(int64_
   const auto& [items, shared] = std::tie(planner.items, planner.shared);
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost;
+  const int64_t num_threads = cost < kSerialCost ? 1 : std::min<int64_t>(items.size(), how.threads);
   const int64_t num_items = items.size(), num_shared = shared.size(), part_bytes = 4 * (padded_dim(how.dim) + 2);
   const int32_t num_tokens = step.q_start[step.num_rows], num_paths = step.ancestors ? num_tokens : 0;
   const int64_t bytes = sizeof(Plan) + num_items * sizeof(Item) + num_shared * sizeof(SharedToken) + 4 * planner.num_counters +
                         8 * num_paths + planner.num_partials * part_bytes;
   Plan& plan = *(Plan*)allocate(bytes);
   plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, num_tokens, int32_t(how.window), int32_t(how.isa),
-          how.scale, how.softcap, cost < kSerialCost ? 1 : int32_t(std::min(num_items, how.threads)), how.has_sinks,
-          num_paths};
+          how.scale, how.softcap, int32_t(num_threads), run_of(items, num_threads), how.has_sinks, num_paths};
   std::copy(items.begin(), items.end(), plan.items());
   std::copy(shared.begin(), shared.end(), plan.shared());
   std::fill_n(plan.arrived(), planner.num_counters, 0);

@@ -13,7 +13,7 @@ namespace flash {
 struct Plan {
   int32_t num_items, num_shared, num_counters, num_tokens, window, isa;
   float scale, softcap;
-  int32_t threads, has_sinks, num_paths;
+  int32_t threads, run, has_sinks, num_paths;  // run: items that a thread takes at once
 
   Item* items() { return (Item*)(this + 1); }
   SharedToken* shared() { return (SharedToken*)(items() + num_items); }

@@ -16,7 +16,7 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
 }
 
 const Kernels* portable_kernels() {
-  static const Kernels kernels{"portable", attend};
+  static const Kernels kernels{"portable", attend_each<attend>};
   return &kernels;
 }
 

@@ -103,21 +103,59 @@ struct Bf16 {
     }
   };
 
-  // Numbers of a quantized cache, over unit_of(kFrom); `count` is a multiple of 64.
+  static constexpr int kAtOnce = 128;  // numbers of a quantized cache
+
+  // Numbers of a quantized cache, over unit_of(kFrom); `count` is a multiple of kAtOnce.
   template <Type kFrom>
   static INLINE void widen(const int8_t* from, uint16_t* to, int count) {
+    for (int i = 0; i < count; i += kAtOnce) {
+      if (kFrom == Type::fp8 && widen_normal(from + i, to + i)) continue;
+      widen_by_table<kFrom>(from + i, to + i);
+    }
+  }
+
+  // Lower and upper bytes of 64 words into their places. The bytes are of numbers in the order that `in_turn` makes.
+  static INLINE void interleave(__m512i lower, __m512i upper, uint16_t* to) {
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lower, upper));
+    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(lower, upper));
+  }
+  static INLINE __m512i in_turn(const int8_t* from) {
+    return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), _mm512_loadu_si512(from));
+  }
+
+  // Of e4m3, unless some are subnormal, zero or NaN. A bf16 over 2^8 has the exponent 112 higher: below the sign in the upper
+  // byte is 0111 and the upper three bits of the exponent, in the lower one its last bit and the fraction.
+  static INLINE bool widen_normal(const int8_t* from, uint16_t* to) {
+#ifdef __GFNI__
+    const auto others = [](__m512i x) {  // twice the magnitude, as a byte, is below 16 or is 254
+      const __m512i y = _mm512_add_epi8(_mm512_add_epi8(x, x), _mm512_set1_epi8(2));
+      return _mm512_cmple_epu8_mask(y, _mm512_set1_epi8(16));
+    };
+    const __m512i x[2] = {in_turn(from), in_turn(from + 64)};
+    if (__builtin_expect((others(x[0]) | others(x[1])) != 0, false)) return false;
+    const __m512i upper = _mm512_set1_epi64(0x1020400000000080), lower = _mm512_set1_epi64(0x0000000001020408);
+    for (int i = 0; i < 2; i++) {  // bits by matrices whose rows say which bit of x each of them is, from the highest
+      const __m512i low = _mm512_gf2p8affine_epi64_epi8(x[i], lower, 0);
+      interleave(low, _mm512_gf2p8affine_epi64_epi8(x[i], upper, 0x38), to + 64 * i);
+    }
+    return true;
+#else
+    return false;
+#endif
+  }
+
+  template <Type kFrom>
+  static INLINE void widen_by_table(const int8_t* from, uint16_t* to) {
     alignas(64) static constexpr Halves kHalves(kFrom);
-    const __m512i in_turn = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8(int8_t(0x80));
+    const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
     const __m512i low0 = _mm512_loadu_si512(kHalves.lower), low1 = _mm512_loadu_si512(kHalves.lower + 64);
     const __m512i high0 = _mm512_loadu_si512(kHalves.upper), high1 = _mm512_loadu_si512(kHalves.upper + 64);
-    for (int i = 0; i < count; i += 64) {
-      const __m512i x = _mm512_permutexvar_epi64(in_turn, _mm512_loadu_si512(from + i));
+    for (int i = 0; i < kAtOnce; i += 64) {
+      const __m512i x = in_turn(from + i);
       const __m512i magnitude = kFrom == Type::i8 ? _mm512_abs_epi8(x) : x;
       const __m512i lower = _mm512_permutex2var_epi8(low0, magnitude, low1);
       const __m512i positive = _mm512_permutex2var_epi8(high0, magnitude, high1);
-      const __m512i upper = _mm512_ternarylogic_epi64(positive, x, sign, 0xf8);  // positive | (x & sign)
-      _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(lower, upper));
-      _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(lower, upper));
+      interleave(lower, _mm512_ternarylogic_epi64(positive, x, sign, 0xf8), to + i);  // positive | (x & sign)
     }
   }
   static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }

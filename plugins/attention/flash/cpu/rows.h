@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "products.h"
 
 namespace {
@@ -97,37 +98,18 @@ struct KeyTile {
   typedef typename N::Element Element;
   Element* gathered;  // [2, kTile, DP]
   int start, groups;
+  int kept = kTile / kGroup;  // groups whose gathered keys are kept: those of later ones take their place
   const Element* k[kTile / kGroup];
   const Element* v[kTile / kGroup];
+  const int8_t* stored_v[kTile / kGroup];  // values that Keys::values has yet to widen; null: there are none
   float k_scale[kTile], v_scale[kTile];  // of a quantized cache
-};
-
-// Keys, values and scales of a group, to be asked for.
-struct Ahead {
-  const char *keys = nullptr, *values = nullptr;  // null: nothing is asked for
-  const char* scales = nullptr;                   // null: there are none behind a block's values
-  int bytes = 0, scale_bytes = 0;
-
-  // The share from `begin` to `end` of it, both in parts of one.
-  INLINE void ask(float begin, float end) const {
-    constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
-    if (!keys) return;
-    if (scales && begin == 0) {
-      __builtin_prefetch(scales, 0, kIntoL2);
-      __builtin_prefetch(scales + scale_bytes, 0, kIntoL2);
-    }
-    const int to = int(bytes * end) / 64 * 64;
-    for (int i = int(bytes * begin) / 64 * 64; i < to; i += 64) {
-      __builtin_prefetch(keys + i, 0, kIntoL2);
-      __builtin_prefetch(values + i, 0, kIntoL2);
-    }
-  }
 };
 
 // The keys and values of an item, a tile at a time: each group is read where it lies, or gathered when it crosses blocks or must
 // be converted. Of a group that is not whole the values are always gathered: a weight of zero does not take away a stranger's
 // NaN. Keys past the end may be anything: their scores are masked. Quantized ones are gathered, times their scales if `kScaled`.
-template <class N, bool kScaled>
+// `kLate`: values of whole groups are widened when they are asked for, so that what waits for it stays in the first-level cache.
+template <class N, bool kScaled, bool kLate = false>
 struct Keys {
   typedef typename N::Element Element;
   const Call& c;
@@ -169,6 +151,7 @@ struct Keys {
   }
 
   INLINE void fetch_group(KeyTile<N>& tile, int g) const {
+    tile.stored_v[g] = nullptr;
     const int p = tile.start + g * kGroup;
     const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
     const bool in_one_block = p % c.block_size + kGroup <= c.block_size;
@@ -184,7 +167,18 @@ struct Keys {
     }
   }
 
+  INLINE Element* keys_of(KeyTile<N>& tile, int g) const { return tile.gathered + g % tile.kept * kGroup * c.padded_dim; }
   INLINE Element* values_of(KeyTile<N>& tile, int g) const { return tile.gathered + (kTile + g * kGroup) * c.padded_dim; }
+
+  // Of a fetched group, widened into the place of group `place` if need be.
+  INLINE const Element* values(KeyTile<N>& tile, int g, int place) const {
+    if (!kLate || !tile.stored_v[g]) return tile.v[g];
+    Element* to = values_of(tile, place);
+    const int8_t* from = tile.stored_v[g];
+    const int count = kGroup * c.padded_dim;
+    c.kv_type == Type::i8 ? N::template widen<Type::i8>(from, to, count) : N::template widen<Type::fp8>(from, to, count);
+    return to;
+  }
 
   // The item's values of a group that lies in one block, zero elsewhere.
   INLINE const Element* gather_some(KeyTile<N>& tile, int g, int first_position) const {
@@ -202,8 +196,7 @@ struct Keys {
   }
 
   void gather(KeyTile<N>& tile, int g, int first_position) const {
-    Element* keys = tile.gathered + g * kGroup * c.padded_dim;
-    Element* values = values_of(tile, g);
+    Element *keys = keys_of(tile, g), *values = values_of(tile, g);
     for (int i = 0; i < kGroup; i++) {
       const int p = first_position + i, offset = i * c.padded_dim;
       const bool ours = p >= item.key_first && p < item.key_last;
@@ -221,8 +214,7 @@ struct Keys {
   template <Type kFrom>
   void widen(KeyTile<N>& tile, int g, int first_position, bool as_one) const {
     const int dim = c.padded_dim, values = c.block_size * dim;
-    Element* k = tile.gathered + g * kGroup * dim;
-    Element* v = values_of(tile, g);
+    Element *k = keys_of(tile, g), *v = values_of(tile, g);
     tile.k[g] = k;
     tile.v[g] = v;
     if (as_one) {
@@ -231,7 +223,9 @@ struct Keys {
       read_scales_of_group<kFrom>(tile, g * kGroup, head, offset);
       const int8_t* rows = (const int8_t*)head + offset * dim;
       N::template widen<kFrom>(rows, k, kGroup * dim);
-      return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+      if (!kLate) return N::template widen<kFrom>(rows + values, v, kGroup * dim);
+      tile.stored_v[g] = rows + values;
+      return;
     }
     const char* head = nullptr;
     int offset = 0;
@@ -289,21 +283,23 @@ struct Keys {
   }
 
   // What lies kAhead after group g of the tile at hand, in the next item when this one ends before: memory answers in the time
-  // that some groups take. An item that is shorter than that asks for the next one's, group by group.
+  // that some groups take. An item that is shorter than that asks for the next one's, group by group. Of a group that crosses
+  // blocks it is what lies in the first that is the item's.
   INLINE Ahead ahead(int start, int g) const {
     const int end = (item.key_last + kGroup - 1) / kGroup * kGroup;
     int p = start + g * kGroup + std::min(kAhead, end - first());
     const Item* of = &item;
     if (p >= end) {
       if (!next) return {};
-      p = next->key_first / kGroup * kGroup + p - end;
+      p = std::max(next->key_first, next->key_first / kGroup * kGroup + p - end);
       if (p >= next->key_last) return {};
       of = next;
     }
+    const int offset = p % c.block_size, rows = std::min(kGroup, c.block_size - offset);
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
-    const char* row = key_row(*of, p);
-    const char* scales = c.is_quantized() ? row - p % c.block_size * (bytes - 2) + 2 * values : nullptr;
-    return {row, row + values, scales, int(kGroup * bytes), int(2 * c.block_size)};
+    const char *head = head_of(*of, p), *row = head + offset * bytes;
+    const char* scales = c.is_quantized() && !c.fixed_scales ? head + 2 * (values + offset) : nullptr;
+    return {row, row + values, scales, int(rows * bytes), int(2 * c.block_size)};
   }
 
   INLINE void prefetch(int start, int g) const { ahead(start, g).ask(0, 1); }
