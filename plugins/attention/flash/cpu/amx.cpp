@@ -120,11 +120,11 @@ namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
   const int lanes = item.q_count * c.group;
-  const bool few = lanes > Fours::kLanes && lanes <= kDotLanes;
-  if (few || !c.has_bf16_products()) return avx512_bf16_kernels()->attend(c, item, next, scratch);
-  if (lanes <= Fours::kLanes && ByteFours::takes(c)) {
+  const bool few = c.has_few(lanes), fours = few && lanes <= Fours::kLanes;
+  if ((few && !fours) || !c.has_bf16_products()) return avx512_bf16_kernels()->attend(c, item, next, scratch);
+  if (fours && ByteFours::takes(c)) {
     ByteFours(c, item, next, scratch).run();
-  } else if (lanes <= Fours::kLanes) {
+  } else if (fours) {
     Fours(c, item, next, scratch).run();
   } else {
     Amx::configure();

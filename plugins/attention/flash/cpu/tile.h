@@ -64,7 +64,7 @@ struct Tiles {
   Keys<N, true> keys;
   KeyTile<N> tiles[kSlots];
   float* packed[kSlots];
-  int slot = 0, next_start, next_group;
+  int slot = 0, next_start, next_group, stop;  // stop: keys before it are at hand
   float* q;          // [lane group, words, L] packed
   float* o;          // [lane group, DP, L]
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
@@ -76,6 +76,7 @@ struct Tiles {
   float* rows;       // [W, DP]
   Element* elements; // [W, DP]
   bool* begun;       // [lane group]
+  Part* totals = nullptr;  // [lane] of the pieces before, where keys are attended to in several
 
   Tiles(const Call& call, const Item& it, const Item* next, float* memory)
       : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), lanes(it.q_count * c.group),
@@ -93,20 +94,49 @@ struct Tiles {
     for (KeyTile<N>& tile : tiles) tile.gathered = scratch.take<Element>(2 * kTile * dim);
     rows = scratch.take<float>(W * dim);
     elements = scratch.take<Element>(W * dim);
-    std::memset(o, 0, lane_groups * dim * L * 4);
-    std::memset(sum, 0, lane_groups * L * 4);
-    std::memset(begun, 0, lane_groups);
-    std::fill_n(maximum, lane_groups * L, kLowest);
     for (int lane = 0; lane < lane_groups * L; lane++) {
       position[lane] = position_of(c, item, lane);
       begins[lane] = c.window ? window_begin(c, item, std::min(lane, lanes - 1)) : 0;
     }
-    next_start = keys.first() - kTile;
-    next_group = lane_groups;
   }
 
   void run() {
     for (int first = 0; first < lane_groups * L; first += W) pack_queries(first);
+    if (c.batch_invariant) {
+      run_by_pieces();
+    } else {
+      run_over(keys.first(), item.key_last);
+      for (int first = 0; first < lanes; first += W) finish(first);
+    }
+    arrive(c, item, rows);
+  }
+
+  // As plan.h says of batch-invariant steps. Whatever is beside a lane, and which keys of those that it does not see are read,
+  // changes nothing for it: their weights are zero, and its reference is its own.
+  void run_by_pieces() {
+    int start = keys.first() / kTile * kTile, end = (start / kInvariantPiece + 1) * kInvariantPiece;
+    if (end < item.key_last) {
+      totals = scratch.take<Part>(lanes);
+      float* values = scratch.take<float>(lanes * dim);
+      for (int lane = 0; lane < lanes; lane++) totals[lane] = {kLowest, 0, values + lane * dim};
+    }
+    for (; start < item.key_last; start = end, end += kInvariantPiece) {
+      run_over(start, std::min(end, item.key_last));
+      for (int first = 0; first < lanes; first += W) finish(first);
+    }
+    for (int lane = 0; totals && lane < lanes; lane++) {
+      emit(c, item, lane, totals[lane].maximum, totals[lane].sum, totals[lane].values);
+    }
+  }
+
+  void run_over(int start, int end) {
+    std::memset(o, 0, lane_groups * dim * L * 4);
+    std::memset(sum, 0, lane_groups * L * 4);
+    std::memset(begun, 0, lane_groups);
+    std::fill_n(maximum, lane_groups * L, kLowest);
+    next_start = start - kTile;
+    next_group = lane_groups;
+    stop = end;
     Unit before{}, unit{}, after{};
     bool more = advance(unit, 0);
     if (more) score(unit, 0, scores[0], Nothing{});
@@ -117,8 +147,6 @@ struct Tiles {
       unit = after;
     }
     for (int d = 0; before.chunks && d < dim; d += kDims) add_values(before, d, Nothing{});
-    for (int first = 0; first < lanes; first += W) finish(first);
-    arrive(c, item, rows);
   }
 
   // W lanes from `first` on; lanes past the last are zero.
@@ -146,7 +174,7 @@ struct Tiles {
   INLINE bool advance(Unit& unit, int turn) {
     for (;; next_group++) {
       if (next_group >= lane_groups) {
-        if (next_start + kTile >= item.key_last) return false;
+        if (next_start + kTile >= stop) return false;
         next_start += kTile;
         next_group = 0;
         fetch();
@@ -167,8 +195,13 @@ struct Tiles {
 
   void fetch() {
     slot = (slot + 1) % kSlots;
-    keys.fetch(next_start, tiles[slot]);
-    for (int g = 0; g < tiles[slot].groups; g++) keys.prefetch(next_start, g);
+    KeyTile<N>& tile = tiles[slot];
+    keys.begin(next_start, tile);
+    for (int g = 0; g < tile.groups; g++) {
+      const int first = next_start + g * kGroup;
+      first < keys.first() ? keys.gather(tile, g, first) : keys.fetch_group(tile, g);  // what no lane sees is not read
+      keys.prefetch(next_start, g);
+    }
     if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
   }
 
@@ -206,7 +239,7 @@ struct Tiles {
 
   // Scores of the unit into weights, between the values of the unit before and the scores of the next chunk.
   INLINE void soften(const Unit& before, Unit& unit, const Unit* after) {
-    if (!begun[unit.group]) begin(unit);
+    if (!begun[unit.group] || (c.window && c.batch_invariant && any_begins(unit))) begin(unit);
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) unit.sum[v] = vf{};
     const int num_parts = before.chunks ? dim / kDims : 0;
@@ -233,7 +266,15 @@ struct Tiles {
     for (int v = 0; v < NV; v++) store(sum + unit.group * L + v * W, unit.sum[v]);
   }
 
-  // The highest seen score of the group's first chunk is where its maxima begin.
+  // Whether lanes of a window that comes later have seen nothing yet.
+  INLINE bool any_begins(const Unit& unit) const {
+    bool found = false;
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) found |= any(load(maximum + unit.group * L + v * W) == kLowest);
+    return found;
+  }
+
+  // The highest seen score of the group's first chunk is where the maxima begin of lanes that have none.
   INLINE void begin(const Unit& unit) {
     begun[unit.group] = true;
     std::memcpy(scores[2], scores[0], kChunk * L * 4);
@@ -242,17 +283,22 @@ struct Tiles {
     for (int v = 0; v < NV; v++) highest[v] = fill(kLowest);
     raise_to(unit, 0, scores[2], highest);
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) store(maximum + unit.group * L + v * W, N::reference(highest[v]));
+    for (int v = 0; v < NV; v++) {
+      float* to = maximum + unit.group * L + v * W;
+      store(to, load(to) == kLowest ? N::reference(highest[v]) : load(to));
+    }
   }
 
-  // Do a unit again with the true maxima: what was summed before becomes smaller.
+  // Do a unit again with the true maxima of the lanes whose sums are beyond the limit: what was summed before becomes smaller.
   __attribute__((noinline)) void raise(Unit& unit) {
     const int first = unit.group * L;
     float* into = o + unit.group * dim * L;
     vf highest[NV];
+    vi is_high[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
       highest[v] = load(maximum + first + v * W);
+      is_high[v] = unit.sum[v] > kLimit;
       unit.sum[v] = vf{};
     }
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
@@ -262,8 +308,9 @@ struct Tiles {
     vf by[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
-      highest[v] = N::reference(highest[v]);
-      by[v] = exp2v<false>(load(maximum + first + v * W) - highest[v]);
+      const vf before = load(maximum + first + v * W);
+      highest[v] = is_high[v] ? N::reference(highest[v]) : before;
+      by[v] = is_high[v] ? exp2v<false>(before - highest[v]) : fill(1);
       store(maximum + first + v * W, highest[v]);
     }
     for (int d = 0; d < dim; d++) {
@@ -424,7 +471,12 @@ struct Tiles {
       for (int i = 0; i < W; i++) store(rows + i * dim + d, block[i]);
     }
     for (int i = 0; i < W && first + i < lanes; i++) {
-      emit(c, item, first + i, maximum[first + i], sum[first + i], rows + i * dim);
+      const Part part{maximum[first + i], sum[first + i], rows + i * dim};
+      if (totals) {
+        add_part(totals[first + i], part, dim);
+      } else {
+        emit(c, item, first + i, part.maximum, part.sum, part.values);
+      }
     }
   }
 };
