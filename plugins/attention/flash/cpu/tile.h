@@ -47,6 +47,8 @@ struct Tiles {
   static constexpr int L = NV * W;            // lanes that are worked on together
   static constexpr int kChunk = 2 * kGroup;   // keys whose scores are made together
   static constexpr int kSlots = 3;            // tiles of keys that the units at hand may be of
+  // With few lanes matrix tiles take weights from the left, so that values need no turning: outputs are [lane, DP] then.
+  static constexpr bool kByLanes = N::kTiles && NV == 1;
   static constexpr float kLimit = 0x1p60f;    // a sum of weights beyond it asks for a higher maximum
 
   struct Unit {
@@ -66,7 +68,7 @@ struct Tiles {
   float* packed[kSlots];
   int slot = 0, next_start, next_group, stop;  // stop: keys before it are at hand
   float* q;          // [lane group, words, L] packed
-  float* o;          // [lane group, DP, L]
+  float* o;          // [lane group, DP, L], or [L, DP]
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
   int32_t* position; // [lane group, L]
@@ -157,14 +159,7 @@ struct Tiles {
     }
     const float* from = (const float*)elements;
     float* to = q + first / L * words * L + first % L;
-    for (int k = 0; k < words; k += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(from + i * words + k);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(to + (k + i) * L, block[i]);
-    }
+    for (int k = 0; k < words; k += W) turn_block(from + k, to + k * L, words, L);
   }
 
   INLINE int oldest(int group) const { return position[group * L]; }
@@ -224,7 +219,9 @@ struct Tiles {
   template <class Meanwhile>
   INLINE Meanwhile add_values(const Unit& unit, int d, Meanwhile meanwhile) {
     float* into = o + (unit.group * dim + d) * L;
-    if constexpr (N::kTiles) {
+    if constexpr (kByLanes) {
+      return N::add_values_by_lanes(unit.values + d, dim, unit.chunks, unit.weights, o + d, meanwhile);
+    } else if constexpr (N::kTiles) {
       return N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into, meanwhile);
     } else if constexpr (N::kPerWord == 2) {
       multiply<N, NV>((const int32_t*)unit.values + d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
@@ -313,10 +310,11 @@ struct Tiles {
       by[v] = is_high[v] ? exp2v<false>(before - highest[v]) : fill(1);
       store(maximum + first + v * W, highest[v]);
     }
-    for (int d = 0; d < dim; d++) {
+    for (int d = 0; d < dim && !kByLanes; d++) {
 #pragma GCC unroll 2
       for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * by[v]);
     }
+    for (int at = 0; at < W * dim && kByLanes; at += W) store(o + at, load(o + at) * by[0][at / dim]);
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
       score(unit, chunk, scores[2], Nothing{});
       Weighing(*this, unit, chunk, scores[2]).finish(unit);
@@ -364,10 +362,10 @@ struct Tiles {
     typename N::Weights first, second;  // of the lanes of the first vector, of the second; spelt out, for registers have no index
     vf first_sum, second_sum;
     const float *next, *end;
-    float* to;
+    float *to, *begin;
 
     INLINE Weighing(Tiles& of, const Unit& unit, int chunk, float* scores)
-        : next(scores), end(scores + kChunk * L), to(unit.weights + chunk * kChunk / N::kPerWord * L) {
+        : next(scores), end(scores + kChunk * L), to(unit.weights + chunk * kChunk / N::kPerWord * L), begin(to) {
       of.prepare(unit, chunk, scores);
       const float* maximum = of.maximum + unit.group * L;
       first.refer(of.factor(), load(maximum));
@@ -388,6 +386,7 @@ struct Tiles {
       while (next != end) step();
       unit.sum[NV - 1] = second_sum;
       unit.sum[0] = first_sum;
+      if constexpr (kByLanes) turn_block(begin, begin);
     }
   };
 
@@ -426,13 +425,14 @@ struct Tiles {
 
   // Two keys' values side by side: [pair, DP] words, or for matrix tiles [16 pairs, 16 dims] turned over and one after another.
   void pack_values(const KeyTile<N>& tile, float* values) {
+    constexpr bool kTurns = N::kTiles && !kByLanes;
 #if FLASH_WIDTH == 16
     for (int g = 0; g < (tile.groups + 1) / 2 * 2; g++) {
       for (int i = 0; i < kGroup; i += 2) {
         const int pair = (g * kGroup + i) / 2;
-        pack_pair(tile.v[g] + i * dim, N::kTiles ? rows + pair % W * dim : values + pair * dim);
+        pack_pair(tile.v[g] + i * dim, kTurns ? rows + pair % W * dim : values + pair * dim);
       }
-      if (N::kTiles && g % 2) turn(values + g / 2 * W * dim);
+      if (kTurns && g % 2) turn(values + g / 2 * W * dim);
     }
 #endif
   }
@@ -448,30 +448,27 @@ struct Tiles {
   }
 
   INLINE void turn(float* to) {
-    for (int d = 0; d < dim; d += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(rows + i * dim + d);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(to + d * W + i * W, block[i]);
-    }
+    for (int d = 0; d < dim; d += W) turn_block(rows + d, to + d * W, dim);
   }
 #endif
 
-  // Outputs of W lanes from `first` on, turned back into rows.
+  // W words of W rows, so many words apart, turned over.
+  static INLINE void turn_block(const float* from, float* to, int from_row = W, int to_row = W) {
+    vf block[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) block[i] = load(from + i * from_row);
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) store(to + i * to_row, block[i]);
+  }
+
+  // Outputs of W lanes from `first` on, as rows.
   INLINE void finish(int first) {
     const float* from = o + first / L * dim * L + first % L;
-    for (int d = 0; d < dim; d += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(from + (d + i) * L);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(rows + i * dim + d, block[i]);
-    }
+    for (int d = 0; d < dim && !kByLanes; d += W) turn_block(from + d * L, rows + d, L, dim);
+    float* turned = kByLanes ? o : rows;
     for (int i = 0; i < W && first + i < lanes; i++) {
-      const Part part{maximum[first + i], sum[first + i], rows + i * dim};
+      const Part part{maximum[first + i], sum[first + i], turned + i * dim};
       if (totals) {
         add_part(totals[first + i], part, dim);
       } else {
