@@ -7,7 +7,7 @@ import sys
 
 from tests.test_rules import ROOT
 
-SECTIONS = ["machine", "kernels", "tokens", "decode", "prefill", "launches", "attention"]
+SECTIONS = ["machine", "kernels", "invariant-kernels", "tokens", "invariant", "decode", "prefill", "launches", "attention"]
 
 
 def run(tmp_path, *arguments):
@@ -24,6 +24,8 @@ def test_a_dry_run_goes_through_every_section(tmp_path):
     assert list(results) == SECTIONS and {result["status"] for result in results.values()} == {"ok"}
     assert results["machine"]["versions"]["torch"]
     assert results["kernels"]["lines"] == ["1 cases of flash against eager"]
+    (line,) = [line for line in results["invariant"]["lines"] if "decode" in line]
+    assert "x)" in line and results["invariant"]["tiny 2 x 8"]["on_ms"]["decode"] > 0
     assert results["decode"]["tiny decode 4"]["ms"] > 0 and results["prefill"]["tiny prefill 60"]["ms"] > 0
     _, _, summary = done.stdout.rpartition("\nresults: ")
     assert all(f"\n{name}: ok (" in summary for name in SECTIONS)

@@ -62,7 +62,9 @@ class Section:
 SECTIONS = {
     "machine": Section("machine", "machine", 1),
     "kernels": Section("kernels", "kernels", 3),
+    "invariant-kernels": Section("invariant", "kernels", 1),
     "tokens": Section("tokens", "tokens", 5),
+    "invariant": Section("invariant", "requests", 3),
     "decode": Section("steps", "decode", 6),
     "prefill": Section("steps", "prefill", 2),
     "launches": Section("steps", "launches", 2),

@@ -11,6 +11,7 @@ from lab import LLM
 from lab.settings import (
     CacheSettings,
     CompileSettings,
+    DebugSettings,
     ModelSettings,
     PluginChoice,
     SchedulerSettings,
@@ -73,7 +74,8 @@ def random_checkpoint(context: Context, name: str) -> Path:
 def settings_for(context: Context, folder: Path, **given: Any) -> Settings:
     """Settings with the parts that matter here by short names."""
     spec = given.get("spec", "none")
-    max_rows = given.get("max_rows", 16)
+    max_rows, invariant = given.get("max_rows", 16), given.get("invariant", False)
+    on_the_cpu = "eager" if invariant else "sdpa"
     sizes = given.get("sizes", tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= max_rows))
     mode = given.get("compile", "none" if context.is_dry else "piecewise")
     return Settings(
@@ -90,7 +92,8 @@ def settings_for(context: Context, folder: Path, **given: Any) -> Settings:
             capture_sizes=sizes,
             cache_dir=str(context.work / "compiled"),
         ),
-        attention=PluginChoice(given.get("attention", "sdpa" if context.is_dry else "flash")),
+        debug=DebugSettings(batch_invariant=invariant),
+        attention=PluginChoice(given.get("attention", on_the_cpu if context.is_dry else "flash")),
         spec=PluginChoice(spec),
         device=context.device,
         num_threads=1 if context.is_dry else None,

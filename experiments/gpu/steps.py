@@ -23,13 +23,13 @@ WAYS = (
 )
 
 
-def _models(context: Context) -> list[tuple[str, dict[str, Any]]]:
+def models(context: Context) -> list[tuple[str, dict[str, Any]]]:
     if context.is_dry:
         return [("tiny", {"dtype": "float32", "num_blocks": 200, "budget": 64, "max_rows": 4})]
     return [(name, {"max_rows": max(BATCHES), "budget": 8192, "utilization": 0.8}) for name in ("smollm2", "llama-3-8b")]
 
 
-def _open(context: Context, name: str, **given: Any) -> LLM:
+def open_dummy(context: Context, name: str, **given: Any) -> LLM:
     return open_llm(context, dummy(context, name), load_format="dummy", **given)
 
 
@@ -37,7 +37,7 @@ def _floors(context: Context, llm: LLM) -> Floors:
     return floors(llm.engine.model_config, llm.engine.facts.dtype, facts_of(context))
 
 
-def _generate(llm: LLM, batch: int, prompt: int, num_tokens: int) -> list[dict[str, Any]]:
+def generate(llm: LLM, batch: int, prompt: int, num_tokens: int) -> list[dict[str, Any]]:
     """The records of the steps."""
     steps: list[dict[str, Any]] = []
     llm.engine.on_step = steps.append
@@ -49,13 +49,13 @@ def _generate(llm: LLM, batch: int, prompt: int, num_tokens: int) -> list[dict[s
 
 def decode(context: Context) -> dict[str, Any]:
     """Start-up, captures and memory; then decode steps at several batch sizes over their floor."""
-    for name, given in _models(context):
+    for name, given in models(context):
         begin = time.perf_counter()
-        with _open(context, name, **given) as llm:
+        with open_dummy(context, name, **given) as llm:
             _report_start(context, name, llm, time.perf_counter() - begin)
             floor = _floors(context, llm)
             for batch in (1, 4) if context.is_dry else BATCHES:
-                steps = [s for s in _generate(llm, batch, PROMPT, DECODED) if s["num_tokens"] == batch == s["num_requests"]][2:]
+                steps = [s for s in generate(llm, batch, PROMPT, DECODED) if s["num_tokens"] == batch == s["num_requests"]][2:]
                 ms = statistics.median(step["ms"] for step in steps)
                 period = (steps[-1]["t_s"] - steps[0]["t_s"]) / (len(steps) - 1) * 1e3
                 floor_ms = floor.step_s(batch, batch * (PROMPT + DECODED // 2)) * 1e3
@@ -83,11 +83,11 @@ def _report_start(context: Context, name: str, llm: LLM, seconds: float) -> None
 
 def prefill(context: Context) -> dict[str, Any]:
     """One long prompt in one step: arithmetic rate over the measured peak."""
-    for name, given in _models(context):
+    for name, given in models(context):
         length = 60 if context.is_dry else 8000
-        with _open(context, name, **{**given, "max_rows": 4, "sizes": (1, 2, 4)}) as llm:
+        with open_dummy(context, name, **{**given, "max_rows": 4, "sizes": (1, 2, 4)}) as llm:
             floor = _floors(context, llm)
-            steps = [step for _ in range(4) for step in _generate(llm, 1, length, 1) if step["num_tokens"] == length]
+            steps = [step for _ in range(4) for step in generate(llm, 1, length, 1) if step["num_tokens"] == length]
             ms = min(step["ms"] for step in steps)
             flops = length * floor.flops_per_token + length * length // 2 * floor.attention_flops_per_context_token
             head = 2 * llm.engine.model_config.vocab_size * llm.engine.model_config.hidden_size
@@ -106,13 +106,13 @@ def launches(context: Context) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([] if context.is_dry else [ProfilerActivity.CUDA])]
-    name, given = _models(context)[0]
+    name, given = models(context)[0]
     batch, num_tokens = (2, 6) if context.is_dry else (16, 12)
     for way in WAYS[:1] if context.is_dry else WAYS:
-        with _open(context, name, **{**given, "max_rows": 16, "sizes": (1, 16), "async_": False, **way}) as llm:
-            _generate(llm, batch, 8, num_tokens)
+        with open_dummy(context, name, **{**given, "max_rows": 16, "sizes": (1, 16), "async_": False, **way}) as llm:
+            generate(llm, batch, 8, num_tokens)
             with profile(activities=activities) as profiler:
-                steps = _generate(llm, batch, 8, num_tokens)
+                steps = generate(llm, batch, 8, num_tokens)
         events = profiler.key_averages()
         counts = {
             "steps": len(steps),

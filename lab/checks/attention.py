@@ -292,10 +292,11 @@ def check_operators(entry: Entry, options: Any) -> None:
 def check_batch_invariance(entry: Entry, options: Any) -> None:
     """If declared: asked to, it gives a token the same bits alone, beside any others, and in whatever chunk it comes."""
     _ask_for(entry, "batch_invariant")
-    rows = ((0, 130), (1030, 1), (700, 17), (0, 1), (40, 3))
+    rows = ((0, 130), (1030, 1), (700, 17), (0, 1), (40, 3), (470, 90))
     steps = [[(row, *span)] for row, span in enumerate(rows)]  # each row alone
     steps += [[(0, first, min(7, 130 - first)), (4, 40, 3)] for first in range(0, 130, 7)]
     steps += [[(2, 700 + i, 1), (1, 1030, 1), (0, 10 * i, 10)] for i in range(13)]
+    steps += [[(5, 470, 41), (2, 700, 9)], [(5, 511, 1)], [(5, 512, 1)], [(5, 505, 30), (0, 0, 1)]]
     window = 100 if "sliding_window" in entry.capabilities.features else None
     cases = [Case(rows, head_dim=_dim(entry), dtype=dtype, batch_invariant=True) for dtype in dtypes_of(entry)]
     cases.append(replace(cases[0], sliding_window=window))

@@ -70,14 +70,15 @@ def load_model(
             device,
             quant,
             plain.load()(plain.make_options({})),
-            fused_for(device, dtype),
+            fused_for(device, dtype, batch_invariant),
             max_model_len or config.max_position_embeddings,
             batch_invariant,
         )
-        if batch_invariant and not build.fused.is_native:
+        if batch_invariant and not build.fused.is_invariant:
             raise UserError(
                 "debug.batch_invariant: norms are summed in one order only by lab's own kernels, which take float32 and "
-                f"bfloat16 on the CPU and need a C++ compiler; this is {dtype} on {device.type}."
+                "bfloat16 on the CPU and need a C++ compiler there, on CUDA the package 'triton'; "
+                f"this is {dtype} on {device.type}."
             )
         with torch.inference_mode():
             model = Decoder(build)

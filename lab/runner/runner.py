@@ -69,7 +69,8 @@ class Runner:
         self.builder = BatchBuilder(*of_rows, buffers, limits.max_model_len, has_trees=proposer.tree_depth > 0)
         self._kept_builder = BatchBuilder(*of_rows, None, limits.max_model_len)
         self._mover = PathMover(self.rows, forward.backends, forward.group_of, limits.block_size)
-        self._sampler = Sampler(limits.max_rows, limits.vocab_size, device)
+        row_by_row = model.batch_invariant and device.type != "cpu"
+        self._sampler = Sampler(limits.max_rows, limits.vocab_size, device, row_by_row=row_by_row)
         self._prompt_logprobs: dict[int, int] = {}  # rows that want them: how many alternatives
         self._drafting = Drafting(proposer, self.rows, limits.vocab_size, draft_length, self._sampler)
         self._drafting.attach(store, limits.block_size, limits.max_model_len, device)

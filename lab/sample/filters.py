@@ -52,16 +52,17 @@ class Kept:
     ids_GK: Tensor | None
 
 
-def sample(x_WV: Tensor, filters: Filters, uniform_W: np.ndarray) -> np.ndarray:
+def sample(x_WV: Tensor, filters: Filters, uniform_W: np.ndarray, *, row_by_row: bool = False) -> np.ndarray:
     """Draw one token id for each row: int64 of shape W.
 
     Args:
         x_WV: float32 logits with everything but these filters done, in each row at least one that is not -inf; left as
             they are.
         uniform_W: float64 in [0, 1), one for each row; the same number always gives the same token.
+        row_by_row: see `parts`.
     """
     tokens_W = np.empty(len(x_WV), np.int64)
-    for kept in kept_tokens(x_WV, filters):
+    for kept in kept_tokens(x_WV, filters, row_by_row=row_by_row):
         uniform_G = to_device(uniform_W[kept.rows_G], x_WV.device)
         if kept.ids_GK is None:
             tokens_G = pick(kept.weights_GK, uniform_G)
@@ -85,14 +86,14 @@ def probabilities(x_WV: Tensor, filters: Filters) -> Tensor:
     return probs_WV
 
 
-def kept_tokens(x_WV: Tensor, filters: Filters) -> Iterator[Kept]:
+def kept_tokens(x_WV: Tensor, filters: Filters, *, row_by_row: bool = False) -> Iterator[Kept]:
     """Apply the filters; the rows come in groups, each row in exactly one."""
     narrow_W = (filters.top_k_W > 0) | (filters.top_p_W < TOP_P_OFF)
-    yield from _whole_rows(x_WV, filters, np.flatnonzero(~narrow_W))
+    yield from _whole_rows(x_WV, filters, np.flatnonzero(~narrow_W), row_by_row)
     vocab_size = x_WV.shape[1]
     top_k_W = np.minimum(filters.top_k_W, vocab_size)
     for limit in (*(num for num in CANDIDATES if num < vocab_size), vocab_size):
-        for rows_G in parts(np.flatnonzero(narrow_W & (top_k_W <= limit)), x_WV):
+        for rows_G in parts(np.flatnonzero(narrow_W & (top_k_W <= limit)), x_WV, row_by_row=row_by_row):
             top_k_G = top_k_W[rows_G]
             num = int(top_k_G.max() if top_k_G.min() > 0 else limit)
             weights_GK, ids_GK, enough_G = _candidates(_take(x_WV, rows_G), filters[rows_G], num)
@@ -110,8 +111,8 @@ def weights_of(x_WV: Tensor, temperature_W: np.ndarray, maximum_W1: Tensor) -> T
     return scaled_WV.exp_()
 
 
-def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray) -> Iterator[Kept]:
-    for rows_G in parts(rows, x_WV):
+def _whole_rows(x_WV: Tensor, filters: Filters, rows: np.ndarray, row_by_row: bool) -> Iterator[Kept]:
+    for rows_G in parts(rows, x_WV, row_by_row=row_by_row):
         x_GV = _take(x_WV, rows_G)
         weights_GV = weights_of(x_GV, filters.temperature_W[rows_G], x_GV.amax(-1, keepdim=True))
         min_p_G = filters.min_p_W[rows_G]

@@ -10,7 +10,9 @@ from lab.sample.ordering import block_sums, num_larger, parts, top
 from lab.types import TokenLogprobs
 
 
-def token_logprobs(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[int], *, row_by_row: bool = False
+) -> list[TokenLogprobs]:
     """The log-probability and rank of one chosen token a row, with the row's most likely tokens.
 
     The rank is one more than the number of tokens with a strictly larger logit; alternatives are ordered by logit, equals
@@ -20,9 +22,10 @@ def token_logprobs(logits_XV: Tensor, chosen_ids: Sequence[int], nums: Sequence[
         logits_XV: raw logits, float32.
         chosen_ids: the chosen token of each row.
         nums: how many alternatives each row wants; 0 gives the chosen token alone.
+        row_by_row: see `parts`.
     """
     found: list[TokenLogprobs] = []
-    for rows in parts(np.arange(len(chosen_ids)), logits_XV):
+    for rows in parts(np.arange(len(chosen_ids)), logits_XV, row_by_row=row_by_row):
         part = slice(rows[0], rows[-1] + 1)
         found += _part(logits_XV[part], chosen_ids[part], nums[part])
     return found

@@ -90,9 +90,12 @@ def pick_short(weights_WK: Tensor, target_W: Tensor) -> Tensor:
     return torch.minimum(index_W, last_W)
 
 
-def parts(rows: np.ndarray, x_WV: Tensor) -> Iterator[np.ndarray]:
-    """Rows of x in parts that bound the temporaries of vocabulary-wide work."""
-    size = max(1, ENTRIES_AT_ONCE[x_WV.device.type] // x_WV.shape[1])
+def parts(rows: np.ndarray, x_WV: Tensor, *, row_by_row: bool = False) -> Iterator[np.ndarray]:
+    """Rows of x in parts that bound the temporaries of vocabulary-wide work; `row_by_row`: each by itself.
+
+    A row by itself is reduced in the same order always. Among others it need not be: on CUDA torch chooses by their number.
+    """
+    size = 1 if row_by_row else max(1, ENTRIES_AT_ONCE[x_WV.device.type] // x_WV.shape[1])
     for first in range(0, len(rows), size):
         yield rows[first : first + size]
 

@@ -52,9 +52,11 @@ class _Layout:
 class Sampler:
     """Keeps what each row needs for sampling, and chooses the tokens of a step."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, *, row_by_row: bool = False) -> None:
+        """`row_by_row`: each row's logits are reduced by themselves, so that no bit depends on how many rows there are."""
         self._vocab_size = vocab_size
         self._device = device
+        self._row_by_row = row_by_row
         self._seeds_R = np.zeros(max_rows, np.uint64)
         self._num_output_R = np.zeros(max_rows, np.int64)
         self._greedy_R = np.zeros(max_rows, bool)
@@ -138,7 +140,7 @@ class Sampler:
 
     def prompt_logprobs(self, logits_XV: Tensor, next_ids: list[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens that follow these prompt positions, each with `num` alternatives."""
-        return token_logprobs(logits_XV, next_ids, [num] * len(next_ids))
+        return token_logprobs(logits_XV, next_ids, [num] * len(next_ids), row_by_row=self._row_by_row)
 
     def temperatures(self, rows_R: np.ndarray) -> np.ndarray | None:
         """Those of these rows, 0 where they are greedy; None when all are."""
@@ -198,7 +200,8 @@ class Sampler:
         if len(drawn):
             x_WV = x_WV[self._index(np.flatnonzero(~greedy_W))] if greedy_W.any() else x_WV
             filters = self._filters[layout.rows_L[drawn]]
-            targets_L[drawn] = sample(x_WV, filters, self._uniforms(layout, drawn, Purpose.SAMPLE))
+            uniform_W = self._uniforms(layout, drawn, Purpose.SAMPLE)
+            targets_L[drawn] = sample(x_WV, filters, uniform_W, row_by_row=self._row_by_row)
             if draft_probs is not None:
                 self._reject(targets_L, x_WV, filters, drawn, layout, drafts, draft_probs, trees or [None] * len(drafts))
         return targets_L
@@ -294,7 +297,7 @@ class Sampler:
         index = np.concatenate([starts[request] + np.array(its) for request, its in zip(wanted, places, strict=True)])
         nums = np.repeat(self._num_logprobs_R[rows_R[wanted]], lengths).tolist()
         logits_XV = logits_LV if len(index) == len(logits_LV) else logits_LV[self._index(index)]
-        entries = iter(token_logprobs(logits_XV, chosen, nums))
+        entries = iter(token_logprobs(logits_XV, chosen, nums, row_by_row=self._row_by_row))
         found: list[list[TokenLogprobs] | None] = [None] * len(rows_R)
         for request, length in zip(wanted, lengths, strict=True):
             found[request] = [next(entries) for _ in range(length)]

@@ -4,10 +4,11 @@ On the CPU a weight is repacked once, for own kernels (see _cpu_linear) or, wher
 oneDNN's own layout. Both multiply a few rows about twice as fast as torch.nn.functional.linear. A tensor in oneDNN's layout
 cannot be part of a compiled graph, so that product is one opaque op that gets a handle, an ordinary tensor, and looks the
 packed weight up. A dtype that oneDNN cannot multiply on this machine either (float16 on most CPUs) and every other device use
-torch.nn.functional.linear.
+torch.nn.functional.linear; but on CUDA own kernels where rows must not depend on their number (see _triton_linear).
 """
 
 import itertools
+from importlib.util import find_spec
 from weakref import WeakValueDictionary
 
 import torch
@@ -46,6 +47,15 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def _multiplies_by_rows(weight: torch.Tensor) -> bool:
+    """Whether rows can be multiplied independently of their number where this weight is; if so, loads what does it."""
+    if weight.device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from . import _triton_linear  # noqa: F401
+
+    return True
+
+
 @register("quant", "none")
 class NoQuant(Quant):
     """Weights in the model's own dtype (on the CPU repacked for the kernels that multiply by them)."""
@@ -65,10 +75,12 @@ class NoQuant(Quant):
                 return {"gated_blocks": _cpu_linear.pack(_cpu_linear.interleave(weight))}
             return {"blocks": _cpu_linear.pack(weight)}
         if spec.batch_invariant:
+            if _multiplies_by_rows(weight):
+                return {"rows": weight}
             raise UserError(
-                f"debug.batch_invariant: quant plugin 'none' multiplies rows independently of their number by its own kernels "
-                f"only, which take float32 and bfloat16 on the CPU and need a C++ compiler; this is {weight.dtype} on "
-                f"{weight.device.type}."
+                "debug.batch_invariant: quant plugin 'none' multiplies rows independently of their number by its own kernels "
+                "only, which take float32 and bfloat16 on the CPU and need a C++ compiler there, on CUDA the package 'triton'; "
+                f"this is {weight.dtype} on {weight.device.type}."
             )
         if not _can_pack(weight):
             return {"weight": weight}
@@ -83,6 +95,8 @@ class NoQuant(Quant):
             blocks = w["gated_blocks"]
             y_TO = _cpu_linear.linear(x_TI, blocks, spec.out_features, batch_invariant=spec.batch_invariant)
             return _cpu_linear.deinterleave(y_TO.t()).t()
+        if "rows" in w:
+            return torch.ops.lab_rows_linear.linear(x_TI, w["rows"])
         if "handle" in w:
             return torch.ops.lab_quant_none.packed_linear(x_TI, w["handle"], spec.out_features)
         return functional.linear(x_TI, w["weight"])
@@ -102,5 +116,5 @@ class NoQuant(Quant):
             return _cpu_linear.unpack(w["blocks"], spec.out_features, spec.in_features).float()
         if "gated_blocks" in w:
             return _cpu_linear.deinterleave(_cpu_linear.unpack(w["gated_blocks"], spec.out_features, spec.in_features)).float()
-        weight_OI = w["packed"].to_dense() if "packed" in w else w["weight"]
+        weight_OI = w["packed"].to_dense() if "packed" in w else w["rows"] if "rows" in w else w["weight"]
         return weight_OI.float()

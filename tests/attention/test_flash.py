@@ -1,5 +1,6 @@
 """The kernels of `flash`: every instruction set, and what the contract's checks do not ask of it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,42 @@ class TestEveryInstructionSet:
         for kv_scales in ("head", "token_head"):
             compare(FLASH, options, replace(case, kv_dtype=torch.int8, kv_scales=kv_scales))
         compare(FLASH, options, replace(case, num_heads=32, num_kv_heads=1, head_dim=32, block_size=1, num_padding=0))
+
+
+class TestBatchInvariance:
+    """A token has its bits in items of any size: in the largest tiles, cut for threads, by itself."""
+
+    ROWS = ((0, 560), (1030, 1), (700, 17), (480, 60))
+    STEPS = (
+        [[(row, *span)] for row, span in enumerate(ROWS)]
+        + [[(3, 480 + i, 7), (2, 700, 17 - i // 10)] for i in range(0, 53, 7)]
+        + [[(0, first, count)] for first, count in ((127, 1), (128, 2), (511, 1), (512, 1), (505, 40), (333, 100))]
+    )
+    CASES = (
+        Case(ROWS, batch_invariant=True),
+        Case(ROWS, 6, 2, 40, sliding_window=100, block_size=8, batch_invariant=True),
+        Case(ROWS, 20, 1, 32, sliding_window=613, sinks=True, batch_invariant=True),
+        Case(ROWS, kv_dtype=torch.int8, kv_scales="token_head", softcap=20.0, batch_invariant=True),
+    )
+
+    @pytest.mark.parametrize("rising", [False, True])
+    @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+    @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+    def test_any_chunks(self, options, dtype, case, rising):
+        """`rising`: scores grow so much from key to key that what is summed up must be scaled again and again."""
+        trial = Trial(replace(case, dtype=dtype), CPU, seed=1)
+        for k_SKH in trial.keys if rising else ():
+            k_SKH *= torch.linspace(0.5, 25, len(k_SKH))[:, None, None].to(dtype)
+        spec = spec_of(trial.case, CPU)
+        together_TNH = trial.outputs(make_backend(FLASH, replace(options, num_splits=1), spec))
+        assert together_TNH.isfinite().all()
+        for chunks in self.STEPS:
+            found_TNH = trial.of(chunks).outputs(make_backend(FLASH, options, spec))
+            assert torch.equal(found_TNH, together_TNH[trial.places(chunks)]), chunks
+
+    def test_it_is_right(self, options):
+        for case, dtype in itertools.product(self.CASES, DTYPES):
+            compare(FLASH, options, replace(case, dtype=dtype), lse=True)
 
 
 class TestCascade:

@@ -1,10 +1,11 @@
 """Compiles lab's pieces of a model for a GPU that is not there: run by test_cuda_pieces.py in a process of its own.
 
-    python cuda_pieces.py FOLDER CAPABILITY
+    python cuda_pieces.py FOLDER CAPABILITY [invariant]
 
 Pieces are captured on the CPU, where the model's code is the same, and given to Inductor with inputs on a pretended GPU, whose
 properties Inductor is told. It writes the code that would run; its Triton kernels are compiled down to machine code. Only
-running them takes a GPU. Prints one JSON object for each piece: its kernels, their targets, and the library calls beside them.
+running them takes a GPU. Prints one JSON object for each piece: its kernels, their targets, and the library and operator
+calls beside them. `invariant`: as with debug.batch_invariant=true.
 
 A torch without CUDA stops in two places, which are stepped around: indexing a tensor asks CUDA for its current device before
 anything else, and the module that Inductor writes imports CUDA's streams. So indexing is done by the operators that it comes
@@ -39,7 +40,7 @@ from lab.compile.pieces import Graph, split_at_attention, with_graph
 from lab.compile.units import compile_piece, inductor_session
 from lab.model import load
 from lab.model.config import read_config
-from lab.model.layers.fused import Formulas
+from lab.model.layers.fused import fused_for
 
 CUDA = torch.device("cuda", 0)
 SMS = {80: 108, 90: 132}
@@ -142,17 +143,27 @@ def kernels_of(code: str, folder: Path) -> dict[str, str]:
     return compiled
 
 
-def main(folder: Path, capability: int) -> None:
+def main(folder: Path, capability: int, invariant: bool) -> None:
     registry.discover()
     plain = sys.modules[registry.get("quant", "none").load().__module__]
     plain._can_pack, plain._cpu_linear.serves = (lambda *_: False), (lambda *_: False)  # weights as they are on a GPU
-    load.fused_for = lambda *_: Formulas()
+    fused, multiplies_by_rows = fused_for(CUDA, torch.bfloat16, invariant), plain._multiplies_by_rows
+    plain._multiplies_by_rows = lambda weight: multiplies_by_rows(SimpleNamespace(device=CUDA))
+    load.fused_for = lambda *_: fused
     quant, moe = (
         entry.load()(entry.make_options({})) for entry in (registry.get("quant", "none"), registry.get("moe", "none"))
     )
     config, device = read_config(folder), torch.device("cpu")
     model = load.load_model(
-        folder, config, dtype=torch.bfloat16, device=device, load_format="dummy", quant=quant, moe=moe, max_model_len=512
+        folder,
+        config,
+        dtype=torch.bfloat16,
+        device=device,
+        load_format="dummy",
+        quant=quant,
+        moe=moe,
+        max_model_len=512,
+        batch_invariant=invariant,
     )
     pretend_gpu(capability)
     FakeTensor.__getitem__ = FunctionalTensor.__getitem__ = index_by_operators
@@ -168,11 +179,11 @@ def main(folder: Path, capability: int) -> None:
             (folder / str(number)).mkdir()
             ptx = kernels_of(code, folder / str(number))
             targets = sorted(set(itertools.chain(*(re.findall(r"\.target (\w+)", text) for text in ptx.values()))))
-            calls = re.findall(r"extern_kernels\.(\w+)\(", code)
+            calls = re.findall(r"(?:extern_kernels|torch\.ops\.lab_\w+)\.(\w+)(?:\.default)?\(", code)
             symbolic = bool(re.search(r"empty_strided_cuda\(\(u\d+, ", code))
             print(json.dumps({"kernels": sorted(ptx), "targets": targets, "calls": calls, "symbolic": symbolic}))
 
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+        main(Path(sys.argv[1]), int(sys.argv[2]), invariant="invariant" in sys.argv)

@@ -90,6 +90,20 @@ def test_the_same_bits_after_preemptions_with_a_cached_prefix_with_drafts_and_on
     assert ask("num_threads=2", others=OTHERS)[0] == wanted
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_longer_than_what_is_summed_up_at_once(model, dtype):
+    """Whole, in chunks that end on either side of its pieces, and with threads that have a piece each."""
+    prompt = [(5 * i + i // 7) % 64 for i in range(1100)]
+    asking = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2)
+    found = []
+    for overrides, others in ((["num_threads=1"], 0), (["scheduler.max_num_batched_tokens=170"], 3), (["num_threads=2"], 2)):
+        given = [POOL, "model.max_model_len=2048", f"model.dtype={dtype}", "debug.batch_invariant=true", "+attention=flash"]
+        with open_llm(model, *given, *overrides) as llm:
+            prompts = [{"prompt_token_ids": ids} for ids in (prompt, *OTHERS[:others])]
+            found.append(bits(llm.generate(prompts, [asking] * len(prompts))[0]))
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.fixture(scope="module")
 def drafters(model, tmp_path_factory):
     """Overrides of each proposer that says that it keeps a request's bits, but replay."""

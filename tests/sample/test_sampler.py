@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.sample.randomness import Purpose, uniforms
 from lab.sampling_params import SamplingParams
@@ -194,3 +195,43 @@ def test_rows_that_want_more_than_the_largest_logit_need_logits(params):
     assert sampler.needs_logits([0, 1]) and sampler.needs_logits([1]) and not sampler.needs_logits([0])
     with pytest.raises(AssertionError):
         sampler.run_greedy(torch.tensor([1, 2]), [0, 1], [0, 0], [[], []])
+
+
+class Reductions(TorchDispatchMode):
+    """Takes down what is summed, and of how many rows."""
+
+    SUMS = ("sum", "cumsum", "logsumexp", "softmax", "_softmax", "mean", "cumprod", "std", "var", "norm", "mm", "bmm")
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name in self.SUMS and args[0].is_floating_point():
+            self.rows.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_row_by_row_nothing_is_summed_among_other_rows():
+    """Where the order of a sum follows from how many rows there are; tokens and log-probabilities are the same."""
+    params = [
+        SamplingParams(temperature=0.9, logprobs=3),
+        SamplingParams(temperature=0.8, top_p=0.9, logprobs=0),
+        SamplingParams(temperature=0.7, top_k=50),
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=1.0),
+    ] * 3
+    logits_LV = torch.randn(len(params), 4000, generator=torch.Generator().manual_seed(3)) * 2
+    outputs, most = [], []
+    for row_by_row in (True, False):
+        sampler = Sampler(len(params), 4000, CPU, row_by_row=row_by_row)
+        for row, its in enumerate(params):
+            sampler.add(row, its, row, frozenset(), [1, 2, 3], 3)
+        with Reductions() as found:
+            output = sampler.run(logits_LV, list(range(len(params))), [0] * len(params), [[]] * len(params))
+            prompt = sampler.prompt_logprobs(logits_LV[:4], [5, 6, 7, 8], 2)
+        outputs.append((output.token_ids, output.logprobs, prompt))
+        most.append(max(found.rows))
+        assert len(found.rows) > 5
+    assert outputs[0] == outputs[1] and most[0] == 1 and most[1] > 1

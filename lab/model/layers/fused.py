@@ -2,10 +2,12 @@
 
 Left to Inductor, the formulas become C++ that wakes all threads for every loop of every kernel, which for one token takes
 longer than the work, and an exponential and a division that are slow for thousands; and each takes g++ some ten seconds. A
-kernel takes the same roundings as the formula run eagerly. Other devices and dtypes take the formulas, which Inductor fuses.
+kernel takes the same roundings as the formula run eagerly. Other devices and dtypes take the formulas, which Inductor fuses;
+on CUDA norms are kernels (rows.py) where a row may not depend on the number of rows.
 """
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ class Formulas:
     """The reference."""
 
     is_native = False
+    is_invariant = False  # whether a row gets the same bits beside any number of others
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, in float32 up to the weight and, if it is float32 too, with it."""
@@ -74,6 +77,7 @@ class Kernels(Formulas):
     """The same by the operators in native/, opaque to torch.compile."""
 
     is_native = True
+    is_invariant = True
 
     def __init__(self) -> None:
         native.load(NAMESPACE, SOURCES)
@@ -96,8 +100,15 @@ _FAKES = {
 }
 
 
-def fused_for(device: torch.device, dtype: torch.dtype) -> Formulas:
-    """The kernels where they can be had, which takes a compiler on the first use; else the formulas."""
+def fused_for(device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> Formulas:
+    """The kernels where they can be had, which takes a compiler on the first use; else the formulas.
+
+    On CUDA there are kernels for `batch_invariant` alone, where Triton is installed.
+    """
+    if device.type == "cuda" and batch_invariant and find_spec("triton") is not None:
+        from lab.model.layers.rows import RowKernels
+
+        return RowKernels()
     if device.type != "cpu" or dtype not in DTYPES or native.available() is not None:
         return Formulas()
     try:

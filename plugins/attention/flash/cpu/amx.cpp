@@ -14,18 +14,19 @@
 
 namespace {
 
-// Eight tiles of 16 rows of 64 bytes: 0 to 3 are sums, 4 and 5 rows of the left matrix, 6 and 7 of the right one.
+// Eight tiles of 16 rows of 64 bytes: 0 to 3 are sums, 4 and 5 rows of the left matrix, 6 and 7 of the right one. With few lanes 1
+// and 3 are sums of values and 7 weights, which have no more rows than there are lanes.
 struct Amx : Bf16 {
   static constexpr bool kTiles = true;
 
-  static void configure() {
+  static void configure(int lanes) {  // up to 16
     struct alignas(64) Config {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    };
-    static constexpr Config kConfig{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&kConfig);
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    for (int of_lanes : {1, 3, 7}) config.rows[of_lanes] = lanes;
+    _tile_loadconfig(&config);
   }
 
   // Compilers do not know that a tile load reads memory: what was stored must be there before it.
@@ -59,6 +60,28 @@ struct Amx : Bf16 {
       _tile_loadd(5, tile + W * W, 64);
       meanwhile = multiply<NV>(weights + chunk * W * L, chunk + 1 < chunks ? nullptr : into, meanwhile);
     }
+    return meanwhile;
+  }
+
+  // The same outputs, [lane, DP]: weights as left tiles, [lane, pair of keys], pairs of keys' values as right ones, [pair, DP].
+  template <class Meanwhile>
+  static INLINE Meanwhile add_values_by_lanes(const float* values, int dim, int chunks, const float* weights, float* into,
+                                              Meanwhile meanwhile) {
+    settle();
+    _tile_loadd(1, into, dim * 4);
+    _tile_loadd(3, into + W, dim * 4);
+    for (int chunk = 0; chunk < chunks; chunk++, values += W * dim, weights += W * W) {
+      _tile_loadd(7, weights, 64);
+      _tile_loadd(6, values, dim * 4);
+      _tile_dpbf16ps(1, 7, 6);
+      meanwhile.step();
+      _tile_loadd(6, values + W, dim * 4);
+      _tile_dpbf16ps(3, 7, 6);
+      meanwhile.step();
+    }
+    _tile_stored(1, into, dim * 4);
+    _tile_stored(3, into + W, dim * 4);
+    settle();
     return meanwhile;
   }
 
@@ -128,17 +151,19 @@ static void attend_few(const Call& c, const Item& item, const Item* next, float*
 
 // Tiles are configured where items of other lanes come than before: it takes some 200 cycles, a tenth of a decode over 128 keys.
 static void attend(const Call& c, const Item* items, int64_t count, const Item* next, float* scratch) {
-  int configured = 0;  // lanes that tiles are configured for; all items of more than a few are alike
+  int configured = 0;  // what tiles are configured for: 1 to 16 lanes of many, or 1 to 4 of few, as negative numbers
   for (const Item *item = items, *end = items + count; item < end; item++) {
     const Item* after = item + 1 < end ? item + 1 : next;
-    const int lanes = item->q_count * c.group, wanted = std::min(lanes, kDotLanes + 1);
-    if (!c.has_bf16_products() || (lanes > Fours::kLanes && lanes <= kDotLanes)) {
+    const int lanes = item->q_count * c.group;
+    const bool few = c.has_few(lanes);
+    if (!c.has_bf16_products() || (few && lanes > Fours::kLanes)) {
       avx512_bf16_kernels()->attend(c, item, 1, after, scratch);
       continue;
     }
     before_item(scratch);
-    if (lanes > kDotLanes) {
-      if (wanted != configured) Amx::configure();
+    const int wanted = few ? -lanes : std::min(lanes, W);
+    if (!few) {
+      if (wanted != configured) Amx::configure(wanted);
       attend_tiles<Amx>(c, *item, after, scratch);
     } else if (ByteFours::takes(c)) {
       attend_few<ByteFours>(c, *item, after, scratch, wanted != configured);

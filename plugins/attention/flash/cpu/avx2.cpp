@@ -11,7 +11,7 @@
 namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
-  if (item.q_count * c.group <= kDotLanes) return attend_dot<Float>(c, item, next, scratch);
+  if (c.has_few(item.q_count * c.group)) return attend_dot<Float>(c, item, next, scratch);
   attend_tiles<Float>(c, item, next, scratch);
 }
 

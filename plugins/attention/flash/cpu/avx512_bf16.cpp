@@ -11,7 +11,7 @@
 namespace flash {
 
 static void attend(const Call& c, const Item& item, const Item* next, float* scratch) {
-  const bool few = item.q_count * c.group <= kDotLanes;
+  const bool few = c.has_few(item.q_count * c.group);
   // What must be dequantized first is read faster as floats, whose products the processor makes at twice the rate.
   if (!c.has_bf16_products() || (few && c.is_quantized())) return avx512_kernels()->attend(c, &item, 1, next, scratch);
   if (few) return attend_dot<Bf16>(c, item, next, scratch);

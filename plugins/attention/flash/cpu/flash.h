@@ -24,6 +24,7 @@ constexpr int kAhead = 128;      // keys between what is worked on and what memo
 constexpr int kDotLanes = 8;     // up to so many query vectors of a KV head are served by dot products, more by tiles
 constexpr int kMaxDim = 256;
 constexpr int32_t kNoTree = INT32_MAX;
+constexpr int kInvariantPiece = 512;  // keys, of a batch-invariant step; whole tiles
 constexpr int kMaxLanes = 768;   // query vectors of one item: tokens times the query heads of a KV head
 
 // A token whose keys are in part attended to together with those of other rows. Tokens of a row that are merged together, a
@@ -54,8 +55,11 @@ struct Call {
   int64_t head_bytes;    // of the cache, for one block and KV head
   const float* fixed_scales;  // [2, K] of a quantized cache; null: they lie with each block
   const float* sinks;  // [N] scores that no key stands behind; null: none
+  bool batch_invariant;  // see plan.h
 
   bool is_quantized() const { return kv_type == Type::i8 || kv_type == Type::fp8; }
+  // Whether these query vectors are served by dot products or the like, whose sums are others than those of tiles.
+  bool has_few(int lanes) const { return lanes <= kDotLanes && !batch_invariant; }
   // Whether products are of bf16, where the processor makes them: what is quantized is exact in it.
   bool has_bf16_products() const { return type == Type::bf16 && (kv_type == Type::bf16 || is_quantized()); }
 };

@@ -273,7 +273,7 @@ void attend_lse(const Tensor& q, const Tensor& kv, const Tensor& blocks, const T
   c.block_size = layout.block_size, c.head_bytes = layout.head_bytes, c.window = plan.window;
   c.fixed_scales = layout.has_fixed_scales ? fixed_scales(kv, layout) : nullptr;
   c.sinks = plan.has_sinks ? sinks_of(kv, layout, q.size(1)) : nullptr;
-  c.scale = plan.scale, c.softcap = plan.softcap;
+  c.scale = plan.scale, c.softcap = plan.softcap, c.batch_invariant = plan.batch_invariant;
   static const std::vector<const Kernels*> usable = usable_kernels();
   const Kernels& kernels = *usable.at(plan.isa);
   const Item* items = plan.items();

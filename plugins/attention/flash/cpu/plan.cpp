@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t kFewLanes = 96;  // an item is not made smaller than this to give threads work
 constexpr int64_t kPiece = 64;  // keys; pieces of a row are multiples of it
-constexpr int64_t kInvariantPiece = 512;  // of a batch-invariant step, where a piece may not depend on what else there is
 constexpr int64_t kSerialCost = 8192;  // less than this is done before other threads wake up
 constexpr int64_t kRunCost = 8192, kLongestRun = 4;  // items are taken by so many, up to this cost, where each thread has enough
 
@@ -61,7 +60,7 @@ class Planner {
 
   Planner(const StepRows& step, const How& how)
       : step(step), how(how), rows(rows_of(step, how.window)), kv_heads(how.kv_heads), group(how.group), window(how.window),
-        tokens(how.batch_invariant ? 1 : tokens_of_an_item()) {}
+        tokens(tokens_of_an_item()) {}
 
   // Only whole blocks are shared, and of keys that all queries of a row see: nothing of them is masked.
   void find_prefixes() {
@@ -125,7 +124,7 @@ class Planner {
 
   // As many tokens as share a tile's packing, unless threads would go without work.
   int64_t tokens_of_an_item() const {
-    for (int64_t lanes = kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
+    for (int64_t lanes = how.batch_invariant ? kMaxLanes / 2 : kMaxLanes; lanes >= kFewLanes; lanes /= 2) {
       const int64_t tokens = std::max<int64_t>(1, lanes / group);
       int64_t items = 0;
       for (const Row& row : rows) items += kv_heads * ((row.q_count + tokens - 1) / tokens);
@@ -156,8 +155,9 @@ class Planner {
 
   // Keys are split when there are too few items for the threads, or as the user says.
   int64_t piece_of(int64_t keys, int64_t lanes) const {
-    const int64_t enough = how.batch_invariant ? kInvariantPiece : std::max(2 * kPiece, share / cost_of(1, lanes));
+    const int64_t enough = std::max(2 * kPiece, share / cost_of(1, lanes));
     const int64_t wanted = how.num_splits > 0 ? (keys + how.num_splits - 1) / how.num_splits : enough;
+    if (how.batch_invariant) return wanted < keys ? kInvariantPiece : INT32_MAX;  // each of its pieces by itself, or all in one
     return std::max(kPiece, (wanted + kPiece - 1) / kPiece * kPiece);
   }
 
@@ -178,7 +178,8 @@ class Planner {
       const int64_t first = std::max<int64_t>(row.key_first, window ? row.least_position(position) - window + 1 : 0);
       const int64_t last = position + count;
       const int64_t piece = piece_of(last - first, lanes);
-      const int64_t start = first / kPiece * kPiece;  // pieces end where groups of keys do, so that no group is in two of them
+      const int64_t unit = how.batch_invariant ? kInvariantPiece : kPiece;
+      const int64_t start = first / unit * unit;  // pieces end where groups of keys do, so that no group is in two of them
       const int64_t splits = row.shared_splits + (last - start + piece - 1) / piece;
       for (int32_t i = 0; row.shared_splits && i < count; i++) {
         shared[row.shared_at + done + i] = {int32_t(row.q_first + done + i), int32_t(num_partials + i * group), int32_t(lanes),
@@ -256,7 +257,7 @@ void plan(const StepRows& step, const How& how, const std::function<void*(int64_
                         8 * num_paths + planner.num_partials * part_bytes;
   Plan& plan = *(Plan*)allocate(bytes);
   plan = {int32_t(num_items), int32_t(num_shared), planner.num_counters, num_tokens, int32_t(how.window), int32_t(how.isa),
-          how.scale, how.softcap, int32_t(num_threads), run_of(items, num_threads), how.has_sinks, num_paths};
+          how.scale, how.softcap, int32_t(num_threads), run_of(items, num_threads), how.has_sinks, num_paths, how.batch_invariant};
   std::copy(items.begin(), items.end(), plan.items());
   std::copy(shared.begin(), shared.end(), plan.shared());
   std::fill_n(plan.arrived(), planner.num_counters, 0);

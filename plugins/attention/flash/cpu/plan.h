@@ -13,7 +13,7 @@ namespace flash {
 struct Plan {
   int32_t num_items, num_shared, num_counters, num_tokens, window, isa;
   float scale, softcap;
-  int32_t threads, run, has_sinks, num_paths;  // run: items that a thread takes at once
+  int32_t threads, run, has_sinks, num_paths, batch_invariant;  // run: items that a thread takes at once
 
   Item* items() { return (Item*)(this + 1); }
   SharedToken* shared() { return (SharedToken*)(items() + num_items); }
@@ -36,8 +36,9 @@ struct StepRows {
 };
 
 // num_splits: what the keys of a row are cut into, 0: as the threads need. cascade: keys that rows share are attended to once for
-// all of them where it pays, never, or where they are so many. batch_invariant: each token is an item of its own, cut where its
-// position says, so that it gets the same bits in any step.
+// all of them where it pays, never, or where they are so many. batch_invariant: a token gets the same bits in any step and item.
+// All are served by tiles, which begin at multiples of kTile; each kInvariantPiece keys are added up by themselves, and then the
+// pieces in their order, be they of one item or of several.
 struct How {
   int64_t kv_heads, group, dim, block_size;
   float scale, softcap;

@@ -12,6 +12,7 @@ using flash::Item;
 using flash::kAhead;
 using flash::kDotLanes;
 using flash::kGroup;
+using flash::kInvariantPiece;
 using flash::kMaxDim;
 using flash::kTile;
 
@@ -359,22 +360,41 @@ INLINE bool is_last(int32_t* counter, int count) {
   return true;
 }
 
+// What a query vector came to of some keys: the reference of its weights, their sum, DP unnormalised outputs.
+struct Part {
+  float maximum, sum;
+  float* values;
+  bool is_empty() const { return maximum == kLowest; }
+};
+
+// Adds a part to those before it. One function for all, so that it is rounded in the same way wherever the parts come from.
+__attribute__((noinline)) void add_part(Part& total, const Part& part, int dim) {
+  if (part.is_empty()) return;
+  if (total.is_empty()) {
+    std::memcpy(total.values, part.values, dim * 4);
+    total.maximum = part.maximum, total.sum = part.sum;
+    return;
+  }
+  const float highest = std::max(total.maximum, part.maximum);
+  const float kept = total.maximum == highest ? 1.0f : exp2v<false>(fill(total.maximum - highest))[0];
+  const float by = part.maximum == highest ? 1.0f : exp2v<false>(fill(part.maximum - highest))[0];
+  total.maximum = highest;
+  total.sum = total.sum * kept + part.sum * by;
+  for (int d = 0; d < dim; d += W) store(total.values + d, load(total.values + d) * kept + load(part.values + d) * by);
+}
+
 // All parts of some lanes of a KV head, in the order of the keys. `first`: the first lane's part of split 0.
 __attribute__((noinline)) void merge(const Call& c, int64_t token, int kv_head, int64_t first, int lanes, int splits,
                                      float* total) {
   const int64_t stride = c.padded_dim + 2;
   for (int lane = 0; lane < lanes; lane++) {
-    const float* parts = c.partials + (first + lane) * stride;
-    float maximum = kLowest, sum = 0;
-    for (int s = 0; s < splits; s++) maximum = std::max(maximum, parts[s * lanes * stride]);
+    Part merged{kLowest, 0, total};
     std::memset(total, 0, c.padded_dim * 4);
     for (int s = 0; s < splits; s++) {
-      const float* part = parts + s * lanes * stride;
-      const float weight = exp2v<false>(fill(part[0] - maximum))[0];
-      sum += weight * part[1];
-      for (int d = 0; d < c.padded_dim; d += W) store(total + d, load(total + d) + load(part + 2 + d) * weight);
+      float* part = c.partials + (first + s * lanes + lane) * stride;
+      add_part(merged, {part[0], part[1], part + 2}, c.padded_dim);
     }
-    finish_lane(c, token + lane / c.group, kv_head * c.group + lane % c.group, maximum, sum, total);
+    finish_lane(c, token + lane / c.group, kv_head * c.group + lane % c.group, merged.maximum, merged.sum, total);
   }
 }
 

@@ -47,6 +47,8 @@ struct Tiles {
   static constexpr int L = NV * W;            // lanes that are worked on together
   static constexpr int kChunk = 2 * kGroup;   // keys whose scores are made together
   static constexpr int kSlots = 3;            // tiles of keys that the units at hand may be of
+  // With few lanes matrix tiles take weights from the left, so that values need no turning: outputs are [lane, DP] then.
+  static constexpr bool kByLanes = N::kTiles && NV == 1;
   static constexpr float kLimit = 0x1p60f;    // a sum of weights beyond it asks for a higher maximum
 
   struct Unit {
@@ -64,9 +66,9 @@ struct Tiles {
   Keys<N, true> keys;
   KeyTile<N> tiles[kSlots];
   float* packed[kSlots];
-  int slot = 0, next_start, next_group;
+  int slot = 0, next_start, next_group, stop;  // stop: keys before it are at hand
   float* q;          // [lane group, words, L] packed
-  float* o;          // [lane group, DP, L]
+  float* o;          // [lane group, DP, L], or [L, DP]
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
   int32_t* position; // [lane group, L]
@@ -76,6 +78,7 @@ struct Tiles {
   float* rows;       // [W, DP]
   Element* elements; // [W, DP]
   bool* begun;       // [lane group]
+  Part* totals = nullptr;  // [lane] of the pieces before, where keys are attended to in several
 
   Tiles(const Call& call, const Item& it, const Item* next, float* memory)
       : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), lanes(it.q_count * c.group),
@@ -93,20 +96,49 @@ struct Tiles {
     for (KeyTile<N>& tile : tiles) tile.gathered = scratch.take<Element>(2 * kTile * dim);
     rows = scratch.take<float>(W * dim);
     elements = scratch.take<Element>(W * dim);
-    std::memset(o, 0, lane_groups * dim * L * 4);
-    std::memset(sum, 0, lane_groups * L * 4);
-    std::memset(begun, 0, lane_groups);
-    std::fill_n(maximum, lane_groups * L, kLowest);
     for (int lane = 0; lane < lane_groups * L; lane++) {
       position[lane] = position_of(c, item, lane);
       begins[lane] = c.window ? window_begin(c, item, std::min(lane, lanes - 1)) : 0;
     }
-    next_start = keys.first() - kTile;
-    next_group = lane_groups;
   }
 
   void run() {
     for (int first = 0; first < lane_groups * L; first += W) pack_queries(first);
+    if (c.batch_invariant) {
+      run_by_pieces();
+    } else {
+      run_over(keys.first(), item.key_last);
+      for (int first = 0; first < lanes; first += W) finish(first);
+    }
+    arrive(c, item, rows);
+  }
+
+  // As plan.h says of batch-invariant steps. Whatever is beside a lane, and which keys of those that it does not see are read,
+  // changes nothing for it: their weights are zero, and its reference is its own.
+  void run_by_pieces() {
+    int start = keys.first() / kTile * kTile, end = (start / kInvariantPiece + 1) * kInvariantPiece;
+    if (end < item.key_last) {
+      totals = scratch.take<Part>(lanes);
+      float* values = scratch.take<float>(lanes * dim);
+      for (int lane = 0; lane < lanes; lane++) totals[lane] = {kLowest, 0, values + lane * dim};
+    }
+    for (; start < item.key_last; start = end, end += kInvariantPiece) {
+      run_over(start, std::min(end, item.key_last));
+      for (int first = 0; first < lanes; first += W) finish(first);
+    }
+    for (int lane = 0; totals && lane < lanes; lane++) {
+      emit(c, item, lane, totals[lane].maximum, totals[lane].sum, totals[lane].values);
+    }
+  }
+
+  void run_over(int start, int end) {
+    std::memset(o, 0, lane_groups * dim * L * 4);
+    std::memset(sum, 0, lane_groups * L * 4);
+    std::memset(begun, 0, lane_groups);
+    std::fill_n(maximum, lane_groups * L, kLowest);
+    next_start = start - kTile;
+    next_group = lane_groups;
+    stop = end;
     Unit before{}, unit{}, after{};
     bool more = advance(unit, 0);
     if (more) score(unit, 0, scores[0], Nothing{});
@@ -117,8 +149,6 @@ struct Tiles {
       unit = after;
     }
     for (int d = 0; before.chunks && d < dim; d += kDims) add_values(before, d, Nothing{});
-    for (int first = 0; first < lanes; first += W) finish(first);
-    arrive(c, item, rows);
   }
 
   // W lanes from `first` on; lanes past the last are zero.
@@ -129,14 +159,7 @@ struct Tiles {
     }
     const float* from = (const float*)elements;
     float* to = q + first / L * words * L + first % L;
-    for (int k = 0; k < words; k += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(from + i * words + k);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(to + (k + i) * L, block[i]);
-    }
+    for (int k = 0; k < words; k += W) turn_block(from + k, to + k * L, words, L);
   }
 
   INLINE int oldest(int group) const { return position[group * L]; }
@@ -146,7 +169,7 @@ struct Tiles {
   INLINE bool advance(Unit& unit, int turn) {
     for (;; next_group++) {
       if (next_group >= lane_groups) {
-        if (next_start + kTile >= item.key_last) return false;
+        if (next_start + kTile >= stop) return false;
         next_start += kTile;
         next_group = 0;
         fetch();
@@ -167,8 +190,13 @@ struct Tiles {
 
   void fetch() {
     slot = (slot + 1) % kSlots;
-    keys.fetch(next_start, tiles[slot]);
-    for (int g = 0; g < tiles[slot].groups; g++) keys.prefetch(next_start, g);
+    KeyTile<N>& tile = tiles[slot];
+    keys.begin(next_start, tile);
+    for (int g = 0; g < tile.groups; g++) {
+      const int first = next_start + g * kGroup;
+      first < keys.first() ? keys.gather(tile, g, first) : keys.fetch_group(tile, g);  // what no lane sees is not read
+      keys.prefetch(next_start, g);
+    }
     if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
   }
 
@@ -191,7 +219,9 @@ struct Tiles {
   template <class Meanwhile>
   INLINE Meanwhile add_values(const Unit& unit, int d, Meanwhile meanwhile) {
     float* into = o + (unit.group * dim + d) * L;
-    if constexpr (N::kTiles) {
+    if constexpr (kByLanes) {
+      return N::add_values_by_lanes(unit.values + d, dim, unit.chunks, unit.weights, o + d, meanwhile);
+    } else if constexpr (N::kTiles) {
       return N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into, meanwhile);
     } else if constexpr (N::kPerWord == 2) {
       multiply<N, NV>((const int32_t*)unit.values + d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
@@ -206,7 +236,7 @@ struct Tiles {
 
   // Scores of the unit into weights, between the values of the unit before and the scores of the next chunk.
   INLINE void soften(const Unit& before, Unit& unit, const Unit* after) {
-    if (!begun[unit.group]) begin(unit);
+    if (!begun[unit.group] || (c.window && c.batch_invariant && any_begins(unit))) begin(unit);
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) unit.sum[v] = vf{};
     const int num_parts = before.chunks ? dim / kDims : 0;
@@ -233,7 +263,15 @@ struct Tiles {
     for (int v = 0; v < NV; v++) store(sum + unit.group * L + v * W, unit.sum[v]);
   }
 
-  // The highest seen score of the group's first chunk is where its maxima begin.
+  // Whether lanes of a window that comes later have seen nothing yet.
+  INLINE bool any_begins(const Unit& unit) const {
+    bool found = false;
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) found |= any(load(maximum + unit.group * L + v * W) == kLowest);
+    return found;
+  }
+
+  // The highest seen score of the group's first chunk is where the maxima begin of lanes that have none.
   INLINE void begin(const Unit& unit) {
     begun[unit.group] = true;
     std::memcpy(scores[2], scores[0], kChunk * L * 4);
@@ -242,17 +280,22 @@ struct Tiles {
     for (int v = 0; v < NV; v++) highest[v] = fill(kLowest);
     raise_to(unit, 0, scores[2], highest);
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) store(maximum + unit.group * L + v * W, N::reference(highest[v]));
+    for (int v = 0; v < NV; v++) {
+      float* to = maximum + unit.group * L + v * W;
+      store(to, load(to) == kLowest ? N::reference(highest[v]) : load(to));
+    }
   }
 
-  // Do a unit again with the true maxima: what was summed before becomes smaller.
+  // Do a unit again with the true maxima of the lanes whose sums are beyond the limit: what was summed before becomes smaller.
   __attribute__((noinline)) void raise(Unit& unit) {
     const int first = unit.group * L;
     float* into = o + unit.group * dim * L;
     vf highest[NV];
+    vi is_high[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
       highest[v] = load(maximum + first + v * W);
+      is_high[v] = unit.sum[v] > kLimit;
       unit.sum[v] = vf{};
     }
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
@@ -262,14 +305,16 @@ struct Tiles {
     vf by[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; v++) {
-      highest[v] = N::reference(highest[v]);
-      by[v] = exp2v<false>(load(maximum + first + v * W) - highest[v]);
+      const vf before = load(maximum + first + v * W);
+      highest[v] = is_high[v] ? N::reference(highest[v]) : before;
+      by[v] = is_high[v] ? exp2v<false>(before - highest[v]) : fill(1);
       store(maximum + first + v * W, highest[v]);
     }
-    for (int d = 0; d < dim; d++) {
+    for (int d = 0; d < dim && !kByLanes; d++) {
 #pragma GCC unroll 2
       for (int v = 0; v < NV; v++) store(into + d * L + v * W, load(into + d * L + v * W) * by[v]);
     }
+    for (int at = 0; at < W * dim && kByLanes; at += W) store(o + at, load(o + at) * by[0][at / dim]);
     for (int chunk = 0; chunk < unit.chunks; chunk++) {
       score(unit, chunk, scores[2], Nothing{});
       Weighing(*this, unit, chunk, scores[2]).finish(unit);
@@ -317,10 +362,10 @@ struct Tiles {
     typename N::Weights first, second;  // of the lanes of the first vector, of the second; spelt out, for registers have no index
     vf first_sum, second_sum;
     const float *next, *end;
-    float* to;
+    float *to, *begin;
 
     INLINE Weighing(Tiles& of, const Unit& unit, int chunk, float* scores)
-        : next(scores), end(scores + kChunk * L), to(unit.weights + chunk * kChunk / N::kPerWord * L) {
+        : next(scores), end(scores + kChunk * L), to(unit.weights + chunk * kChunk / N::kPerWord * L), begin(to) {
       of.prepare(unit, chunk, scores);
       const float* maximum = of.maximum + unit.group * L;
       first.refer(of.factor(), load(maximum));
@@ -341,6 +386,7 @@ struct Tiles {
       while (next != end) step();
       unit.sum[NV - 1] = second_sum;
       unit.sum[0] = first_sum;
+      if constexpr (kByLanes) turn_block(begin, begin);
     }
   };
 
@@ -379,13 +425,14 @@ struct Tiles {
 
   // Two keys' values side by side: [pair, DP] words, or for matrix tiles [16 pairs, 16 dims] turned over and one after another.
   void pack_values(const KeyTile<N>& tile, float* values) {
+    constexpr bool kTurns = N::kTiles && !kByLanes;
 #if FLASH_WIDTH == 16
     for (int g = 0; g < (tile.groups + 1) / 2 * 2; g++) {
       for (int i = 0; i < kGroup; i += 2) {
         const int pair = (g * kGroup + i) / 2;
-        pack_pair(tile.v[g] + i * dim, N::kTiles ? rows + pair % W * dim : values + pair * dim);
+        pack_pair(tile.v[g] + i * dim, kTurns ? rows + pair % W * dim : values + pair * dim);
       }
-      if (N::kTiles && g % 2) turn(values + g / 2 * W * dim);
+      if (kTurns && g % 2) turn(values + g / 2 * W * dim);
     }
 #endif
   }
@@ -401,30 +448,32 @@ struct Tiles {
   }
 
   INLINE void turn(float* to) {
-    for (int d = 0; d < dim; d += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(rows + i * dim + d);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(to + d * W + i * W, block[i]);
-    }
+    for (int d = 0; d < dim; d += W) turn_block(rows + d, to + d * W, dim);
   }
 #endif
 
-  // Outputs of W lanes from `first` on, turned back into rows.
+  // W words of W rows, so many words apart, turned over.
+  static INLINE void turn_block(const float* from, float* to, int from_row = W, int to_row = W) {
+    vf block[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) block[i] = load(from + i * from_row);
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) store(to + i * to_row, block[i]);
+  }
+
+  // Outputs of W lanes from `first` on, as rows.
   INLINE void finish(int first) {
     const float* from = o + first / L * dim * L + first % L;
-    for (int d = 0; d < dim; d += W) {
-      vf block[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) block[i] = load(from + (d + i) * L);
-      transpose(block);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) store(rows + i * dim + d, block[i]);
-    }
+    for (int d = 0; d < dim && !kByLanes; d += W) turn_block(from + d * L, rows + d, L, dim);
+    float* turned = kByLanes ? o : rows;
     for (int i = 0; i < W && first + i < lanes; i++) {
-      emit(c, item, first + i, maximum[first + i], sum[first + i], rows + i * dim);
+      const Part part{maximum[first + i], sum[first + i], turned + i * dim};
+      if (totals) {
+        add_part(totals[first + i], part, dim);
+      } else {
+        emit(c, item, first + i, part.maximum, part.sum, part.values);
+      }
     }
   }
 };
