@@ -80,7 +80,7 @@ def test_logits_stay_close_to_those_of_the_full_cache(folder, attention, dtype, 
 def test_the_same_bytes_hold_about_twice_the_tokens(tmp_path, caplog, attention, dtype, scales, times):
     caplog.set_level(logging.INFO, "lab")
     folder = rigs.mix(tmp_path / "model", "qwen3")
-    memory = ["model.dtype=bfloat16", "~cache.num_blocks", "cache.memory_bytes=10000000"]
+    memory = ["model.dtype=bfloat16", "cache.num_blocks=null", "cache.memory_bytes=10000000"]
     tokens = []
     for overrides in ([], [f"cache.dtype={dtype}", f"cache.scales={scales}"]):
         with open_llm(folder, *memory, *overrides, attention=attention) as llm:
