@@ -1,12 +1,18 @@
 """How often drafts are accepted, request by request."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lab.api import Verified
 
-FIRST_GUESS = 0.8  # of a run that has seen nothing: high, so that drafts are tried
-FIRST_WEIGHT = 1.0  # drafts that this guess counts for
-OTHERS_WEIGHT = 4.0  # drafts that what is known of all requests counts for in each of them
+
+class Prior(NamedTuple):
+    """What is believed before anything was seen, in drafts that a belief counts for."""
+
+    guess: float  # of a run's first requests: high, so that drafts are tried
+    guess_weight: float
+    others_weight: float  # of what is known of all requests, in each of them
 
 
 class AcceptanceRates:
@@ -20,12 +26,13 @@ class AcceptanceRates:
         decay: what an observation keeps of its weight when the next comes.
     """
 
-    def __init__(self, max_rows: int, decay: float) -> None:
+    def __init__(self, max_rows: int, decay: float, prior: Prior) -> None:
         self._decay = decay
+        self._others_weight = prior.others_weight
         self._accepted_R = np.zeros(max_rows)
         self._refused_R = np.zeros(max_rows)
-        self._all_accepted = FIRST_GUESS * FIRST_WEIGHT
-        self._all_refused = (1 - FIRST_GUESS) * FIRST_WEIGHT
+        self._all_accepted = prior.guess * prior.guess_weight
+        self._all_refused = (1 - prior.guess) * prior.guess_weight
 
     def start(self, row: int) -> None:
         self._accepted_R[row] = self._refused_R[row] = 0.0
@@ -43,8 +50,8 @@ class AcceptanceRates:
     def __getitem__(self, rows_R: np.ndarray) -> np.ndarray:
         """Of each row, above 0 and below 1."""
         guess = self._all_accepted / (self._all_accepted + self._all_refused)
-        accepted_R = self._accepted_R[rows_R] + OTHERS_WEIGHT * guess
-        return (accepted_R + 0.01) / (self._accepted_R[rows_R] + self._refused_R[rows_R] + OTHERS_WEIGHT + 0.02)
+        accepted_R = self._accepted_R[rows_R] + self._others_weight * guess
+        return (accepted_R + 0.01) / (self._accepted_R[rows_R] + self._refused_R[rows_R] + self._others_weight + 0.02)
 
 
 def depth_of_drafts(num_drafts: int, tree_depth: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.api import Capabilities, DraftLength, UserError, Verified, register
-from lab.runner.draft_lengths._rates import AcceptanceRates, Turns, depth_of_drafts
+from lab.runner.draft_lengths._rates import AcceptanceRates, Prior, Turns, depth_of_drafts
 
 
 @register("draft_length", "acceptance")
@@ -28,7 +28,7 @@ class ByAcceptance(DraftLength):
             raise UserError(f"draft_length.min_gain must be between 0 and 1; got {options.min_gain:g}.")
         if options.try_every < 1:
             raise UserError(f"draft_length.try_every must be a whole number from 1; got {options.try_every}.")
-        self._rates = AcceptanceRates(max_rows, options.decay)
+        self._rates = AcceptanceRates(max_rows, options.decay, Prior(guess=0.8, guess_weight=1.0, others_weight=4.0))
         self._turns = Turns()
 
     def start(self, row: int) -> None:

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.api import Capabilities, DraftLength, UserError, Verified, register
-from lab.runner.draft_lengths._rates import AcceptanceRates, Turns, depth_of_drafts
+from lab.runner.draft_lengths._rates import AcceptanceRates, Prior, Turns, depth_of_drafts
 from lab.runner.draft_lengths._times import WEIGHT, StepTimes
+
+# Once drafts are off, only the few dry runs tell that they would pay: a few refusals at a request's start should not do that.
+SLOW_TO_DOUBT = Prior(guess=0.7, guess_weight=5.0, others_weight=10.0)
 
 
 @register("draft_length", "batch")
@@ -26,7 +29,7 @@ class ByBatch(DraftLength):
     @dataclass(frozen=True)
     class Options:
         margin: float = 0.03  # gain in tokens per second from which drafts are verified at all
-        decay: float = 0.9  # what a step's outcome keeps of its weight when the next comes
+        decay: float = 0.95  # what a step's outcome keeps of its weight when the next comes
         dry_share: float = 0.01  # of a step's time, for drafts that are proposed only to be compared with what comes
         lasting: int = 256  # steps after which the time of a size is measured anew
 
@@ -40,7 +43,7 @@ class ByBatch(DraftLength):
             raise UserError(f"draft_length.dry_share must be over 0; got {options.dry_share:g}.")
         if options.lasting < 1:
             raise UserError(f"draft_length.lasting must be a whole number from 1; got {options.lasting}.")
-        self._rates = AcceptanceRates(max_rows, options.decay)
+        self._rates = AcceptanceRates(max_rows, options.decay, SLOW_TO_DOUBT)
         self._turns = Turns()
         self._times = StepTimes(options.lasting)
         self._draft_ms = 0.0  # of proposing for one row
