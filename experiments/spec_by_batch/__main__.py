@@ -118,11 +118,11 @@ def measure(found: dict[str, LLM], given: argparse.Namespace) -> list[dict[str, 
 
 
 def cost(watches: dict[str, Watch], size: int) -> dict[str, float]:
-    """What a step with drafts takes, in steps without: medians would need every step, means of the same minutes will do."""
+    """What a step with drafts takes, in steps without."""
     plain, drafting = watches["none"].times.plain[size], watches["all drafts"].times.drafting[size]
-    if not plain.count or not drafting.count:
+    if not plain or not drafting.count:
         return {"verify_cost": float("nan")}
-    return {"verify_cost": (drafting.ms + drafting.draft_ms) / drafting.count / (plain.ms / plain.count)}
+    return {"verify_cost": (drafting.typical_ms + drafting.draft_ms) / drafting.count / median(plain)}
 
 
 def report(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:

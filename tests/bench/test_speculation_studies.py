@@ -4,7 +4,10 @@ import json
 import sys
 from xml.etree import ElementTree
 
+import pytest
+
 from experiments.acceptance_by_position import __main__ as acceptance_by_position
+from experiments.spec_by_batch import __main__ as spec_by_batch
 from experiments.spec_methods import __main__ as spec_methods
 from experiments.spec_methods.__main__ import by_temperature
 from experiments.speculation.copies import prompts
@@ -66,6 +69,20 @@ def test_both_studies_measure_both_temperatures_by_one_command(tmp_path, monkeyp
         study.main()
         results = json.loads((tmp_path / "results.json").read_text())
         assert {line["temperature"] for line in results} == {0.0, 1.0}
+
+
+def test_the_study_of_batches_at_a_shape_of_random_weights(tmp_path, monkeypatch):
+    monkeypatch.setitem(spec_by_batch.SHAPES, "tiny", (64, 128, 2, 4, 2, 16))
+    monkeypatch.setattr(spec_by_batch, "VOCABULARY", 10_001)
+    small = ["--batches", "1", "3", "--rounds", "1", "--max-tokens", "12", "--prompt-tokens", "5", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["study", "--shape", "tiny", *small, "--override", "compile.mode=none", "num_threads=1"])
+    spec_by_batch.main()
+    rows = json.loads((tmp_path / "results_tiny.json").read_text())
+    assert [row["batch"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["tok_per_s"] > 0 and set(row["ratios"]) == {"none", "all drafts", "by batch"}
+        assert row["formula"] == pytest.approx((1 - 0.8**6) / 0.2 / row["verify_cost"])
+    assert (tmp_path / "plot_tiny.svg").read_text().startswith("<svg")
 
 
 def test_a_method_is_a_name_with_overrides():
