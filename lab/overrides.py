@@ -154,7 +154,7 @@ def _is_hydras(name: str) -> bool:
 
 def check_name(name: str) -> None:
     """Refuse a dotted name that is no setting. Options of plugins are left to the plugin's own declaration."""
-    parts = re.split(r"[@]", name)[0].split(".")
+    parts = name.partition("@")[0].split(".")
     if _is_hydras(name) and len(parts) == 1 or name == EXPERIMENT:
         return
     if parts[:3] == ["hydra", "sweeper", "params"]:
@@ -180,7 +180,7 @@ def check_removal(name: str) -> None:
     """Refuse ~NAME for a setting that a run cannot be without. What the user puts beside those can be taken away again: a
     plugin, its options, and the entries of sampling, goodput and the like.
     """
-    parts = re.split(r"[@]", name)[0].split(".")
+    parts = name.partition("@")[0].split(".")
     if _is_hydras(name) or name == EXPERIMENT:
         return
     value: Any = Settings()

@@ -222,7 +222,7 @@ def run_sweep(plan: SweepPlan, arguments: Arguments) -> int:
     """Run the sweep and return its exit code. Raises UserError, and has made nothing, when a point can be seen to be wrong."""
     composed: list[tuple[list[str], dict[str, str], Composed]] = []
     wrong: dict[str, list[str]] = {}  # the points that a message is about
-    good_workloads: set[str] = set()
+    good: set[str] = set()
     for i, texts in enumerate(plan.points, 1):
         swept = [t for t in texts if t.partition("=")[0] in plan.swept]
         values = {t.partition("=")[0]: t.partition("=")[2] for t in swept}
@@ -231,7 +231,7 @@ def run_sweep(plan: SweepPlan, arguments: Arguments) -> int:
         overrides.append(f"hydra.job.name={quoted(short_name(swept))}")
         try:
             outcome = compose_run(overrides, arguments.config_dirs, point=i)
-            check_ahead(outcome.settings, good_workloads)
+            check_ahead(outcome.settings, good)
         except UserError as error:
             wrong.setdefault(str(error), []).append(" ".join([f"[{i}/{len(plan.points)}]", *_label(params)]))
         else:

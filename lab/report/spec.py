@@ -28,7 +28,10 @@ def spec_rows(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _too_few(count: int) -> str:
-    return f"there were only {count} decode steps of as many requests" if count else "no decode steps of as many requests were"
+    if not count:
+        return "no decode steps of as many requests were"
+    counted = "was only 1 decode step" if count == 1 else f"were only {count} decode steps"
+    return f"there {counted} of as many requests"
 
 
 def category_rows(categories: Mapping[str, Any]) -> list[list[str]]:

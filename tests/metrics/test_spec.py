@@ -132,7 +132,11 @@ def test_the_summary_tells_all_of_it():
     spec = drafts.metrics()
     assert [name for name, _ in spec_rows(spec)] == ["drafts", "by position"]
     shares = {"draft_ms_share": 0.1, "verify_ms_share": 0.8}
-    for count, told in ((0, "no decode steps of as many requests were"), (3, "there were only 3 decode steps of as many")):
+    for count, told in (
+        (0, "no decode steps of as many requests were"),
+        (1, "there was only 1 decode step of as many"),
+        (3, "there were only 3 decode steps of as many"),
+    ):
         assert dict(spec_rows(spec | shares | {"num_plain_steps": count}))["speed-up"].startswith(f"unknown: {told}")
     speedup = {"expected": 1.5, "measured": 1.25, "verify_cost": 1.2, "draft_cost": 0.01, "num_plain_steps": 7}
     rows = dict(spec_rows(spec | shares | {"speedup": speedup}))

@@ -1,9 +1,6 @@
 """The Triton kernels of debug.batch_invariant: run in Triton's interpreter, and compiled for GPUs that need not be there."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from lab import registry
 from lab.model.layers import rows
 from lab.model.layers.fused import Formulas, fused_for
 from tests.attention.compiling import Recorder
+from tests.interpreter import run_interpreted
 
 registry.discover()
 from plugins.quant import _triton_linear  # noqa: E402
@@ -25,12 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def test_every_kernel_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", str(CASES), "-p", "no:cacheprovider", "-W", "ignore"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[2], check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= LEAST and "skipped" not in done.stdout, done.stdout[-500:]
+    run_interpreted(CASES, LEAST)
 
 
 def launch_of(module, kernel, call, monkeypatch):
