@@ -1,10 +1,14 @@
 """Compiles what `flash` would launch on a GPU, for a GPU that is not there: launches of real plans, taken down and built."""
 
+import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -40,6 +44,15 @@ class Launch:
         source = ASTSource(self.function, signature, constexprs=constants, attrs=attrs)
         launch_options = {name: value for name, value in self.options.items() if name not in names}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch_options)
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """Local memory of a thread: what did not fit into its registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(re.search(r"STACK:(\d+)", said).group(1))
 
 
 class Recorder:
