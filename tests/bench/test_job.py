@@ -50,7 +50,8 @@ def test_a_run_leaves_its_whole_record(run, capsys):
     resolved = json.loads((outcome.folder / "resolved.json").read_text())
     assert {"attention", "spec", "quant", "moe", "policy", "workload"} <= set(resolved)
     assert json.loads((outcome.folder / "env.json").read_text())["threads"] == 1
-    assert "running 2 requests" in (outcome.folder / "log.txt").read_text()
+    log = (outcome.folder / "log.txt").read_text()
+    assert "plugins: attention=" in log and "spec=none" in log and "running 2 requests" in log
     shown = capsys.readouterr().out
     assert "DEFGHIJK" in shown and "TTFT" in shown and str(outcome.folder) in shown
 
