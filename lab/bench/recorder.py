@@ -169,6 +169,7 @@ class Recorder:
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
             "bytes_per_token": facts.kv_bytes_per_token,
+            "bytes_per_block": facts.kv_bytes_per_block,
             "peak_used_blocks": blocks.peak_used,
             "waste_fraction": self.requests.waste_fraction,
         }

@@ -107,7 +107,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
 
     kv_dtype = dtype_name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
-    report_cache(blocks, grouping, max_model_len)
+    report_cache(blocks, grouping, max_model_len, block_bytes)
     scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(

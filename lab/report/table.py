@@ -40,6 +40,12 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def peaks(memory: Mapping[str, Any]) -> str:
+    """The most memory that the run's process held and, where its tensors are not there, the most that they took of the GPU."""
+    on_gpu = f", of its tensors on the GPU {size(memory['peak_device_bytes'])}" if "peak_device_bytes" in memory else ""
+    return f"peak of this process {size(memory['peak_rss_bytes'])}{on_gpu}"
+
+
 def weights(memory: Mapping[str, Any]) -> str:
     """What the weights take as they are stored and, where that is another size, the parameters themselves."""
     stored, parameters = size(memory["weights_bytes"]), size(memory["parameter_bytes"])
@@ -71,9 +77,10 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows += spec_rows(spec)
     if kv := metrics.get("kv"):
         share = kv["peak_used_blocks"] / kv["num_blocks"]
-        rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%})"))
+        taken = size(kv["peak_used_blocks"] * kv["bytes_per_block"])
+        rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%}), {taken}"))
     if memory := metrics.get("memory"):
-        rows.append(("memory", f"peak {size(memory['peak_rss_bytes'])}, weights {weights(memory)}"))
+        rows.append(("memory", f"{peaks(memory)}; weights {weights(memory)}"))
     roofline = metrics.get("roofline", {})
     if "floor_ratio" in roofline:
         step, floor = milliseconds(roofline["decode_step_ms"]), milliseconds(roofline["decode_floor_ms"])
