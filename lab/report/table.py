@@ -108,14 +108,19 @@ def print_summary(metrics: Mapping[str, Any], stream: IO[str]) -> None:
     tables = [(["latency", *PERCENTILES], latency_rows(metrics))]
     tables.append((list(CATEGORY_HEADER), category_rows(metrics.get("categories", {}))))
     tables = [(header, rows) for header, rows in tables if rows]
-    if not stream.isatty():
+    if stream.isatty():
+        _draw(headline(metrics), tables, Console(file=stream))
+    else:
         print(plain_table([list(row) for row in headline(metrics)]), file=stream)
         for header, rows in tables:
             print("\n" + plain_table([header, *rows]), file=stream)
-        return
-    console = Console(file=stream)
+    if metrics.get("num_first_token_steps") == 1 and metrics["num_requests"] - metrics["num_failed"] > 1:
+        print("\nThe first tokens of all requests came in the same step: each TTFT is that of all their prompts together.", file=stream)
+
+
+def _draw(lines: Sequence[tuple[str, str]], tables: Sequence[tuple[list[str], list[list[str]]]], console: Console) -> None:
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in headline(metrics):
+    for name, value in lines:
         summary.add_row(f"[bold]{name}[/bold]", value)
     console.print(summary)
     for header, rows in tables:

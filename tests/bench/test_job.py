@@ -68,6 +68,12 @@ def test_waiting_in_the_queue_counts_in_ttft(run, clock):
     assert first["arrival_s"] == second["arrival_s"] == 0.0
 
 
+@pytest.mark.parametrize(("max_num_seqs", "num_steps"), [(2, 1), (1, 2)])
+def test_steps_that_bring_first_tokens_are_counted(run, max_num_seqs, num_steps):
+    metrics = run([{"prompt": "ABC"}, {"prompt": "XYZa"}], scheduler=SchedulerSettings(max_num_seqs=max_num_seqs)).metrics
+    assert metrics["num_first_token_steps"] == num_steps
+
+
 def test_tokens_are_counted_as_the_model_gave_them(run, model, tmp_path):
     """The text has fewer, once it is tokenised again: one token of this vocabulary is what two others spell."""
     folder = shutil.copytree(model, tmp_path / "merging")

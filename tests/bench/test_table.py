@@ -86,6 +86,19 @@ def test_the_cache_is_told_in_blocks_and_in_bytes():
     assert ("KV cache", "peak 150 of 50,000 blocks (0.3%), 38 MiB") in headline({**METRICS, "kv": kv})
 
 
+@pytest.mark.parametrize(("num_steps", "told"), [(1, True), (2, False)])
+def test_equal_ttfts_are_explained_where_one_step_brought_all_first_tokens(num_steps, told):
+    stream = io.StringIO()
+    print_summary({**METRICS, "num_first_token_steps": num_steps}, stream)
+    assert ("came in the same step" in stream.getvalue()) == told
+
+
+def test_a_single_request_needs_no_such_word():
+    stream = io.StringIO()
+    print_summary({**METRICS, "num_requests": 3, "num_first_token_steps": 1}, stream)
+    assert "the same step" not in stream.getvalue()
+
+
 def test_plain_columns_line_up():
     assert plain_table([["a", "bbb", "c"], ["dddd", "e", "f"]]) == "a     bbb  c\ndddd  e    f"
 
