@@ -115,7 +115,7 @@ def print_summary(metrics: Mapping[str, Any], stream: IO[str]) -> None:
         for header, rows in tables:
             print("\n" + plain_table([header, *rows]), file=stream)
     if metrics.get("num_first_token_steps") == 1 and metrics["num_requests"] - metrics["num_failed"] > 1:
-        print("\nThe first tokens of all requests came in the same step: each TTFT is that of all their prompts together.", file=stream)
+        print("\nThe first tokens of all requests came in the same step: each TTFT is that of all prompts.", file=stream)
 
 
 def _draw(lines: Sequence[tuple[str, str]], tables: Sequence[tuple[list[str], list[list[str]]]], console: Console) -> None:
