@@ -13,6 +13,7 @@ import yaml
 from lab.errors import UserError
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms")
+OF_A_RUN = ("config.yaml", "log.txt")
 WHERE_ONLY = ("tracking.", "hydra.")  # settings that say where a run goes, not what it is
 
 
@@ -47,10 +48,12 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     for folder in folders:
         if (folder / "sweep.json").exists():
             rows += _points(folder)
-        elif (folder / "config.yaml").exists():
+        elif all((folder / file).exists() for file in OF_A_RUN):
             rows.append(Row(folder))
         else:
-            raise UserError(f"{folder} is the folder of no run and no sweep: it has neither config.yaml nor sweep.json.")
+            raise UserError(
+                f"{folder} is the folder of no run and no sweep: it has neither config.yaml and log.txt nor sweep.json."
+            )
     if len(folders) > 1:
         _name_differences(rows)
     for row in rows:

@@ -23,6 +23,7 @@ def line(id, tokens, *, index=0, prompt_tokens=5, ttft_ms=10.0, error=None, fini
 def a_run(folder, lines, config=None, **metrics):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config or {"seed": 0}))
+    (folder / "log.txt").touch()
     (folder / "metrics.json").write_text(json.dumps({"output_tok_per_s": 100.0, **metrics}))
     (folder / "requests.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return folder
@@ -132,6 +133,9 @@ def test_a_run_that_was_refused_says_why(tmp_path):
 
 
 def test_a_folder_of_nothing_is_named(tmp_path):
+    with pytest.raises(UserError, match="is the folder of no run and no sweep"):
+        read_rows([tmp_path])
+    (tmp_path / "config.yaml").touch()  # somebody else's, as that of conf/
     with pytest.raises(UserError, match="is the folder of no run and no sweep"):
         read_rows([tmp_path])
 
