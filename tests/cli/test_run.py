@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import lab as lab_package
+from lab.cli import machine
 from lab.cli.folders import named_folder, new_folder
 from lab.config import compose, to_plain
 from lab.errors import UserError
@@ -188,3 +189,21 @@ def test_a_named_folder_with_results_is_refused(tmp_path, file):
     )
     with pytest.raises(UserError, match=what):
         named_folder(tmp_path / "a")
+
+
+def test_a_gpu_that_is_not_here_is_told_before_torch_is_imported(tmp_path):
+    code = (
+        "import pathlib, sys\nfrom lab.__main__ import main\nfrom lab.cli import machine\n"
+        f"machine.DEV = pathlib.Path({str(tmp_path)!r})\n"
+        "code = main(['run', 'device=cuda'])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lab: device=cuda: there is no CUDA device here. Use device=cpu, or see `lab doctor`.\n"
+
+
+@pytest.mark.parametrize(("name", "found"), [("nvidia0", True), ("dxg", True), ("nvidiactl", False), ("null", False)])
+def test_a_gpu_is_seen_by_its_device_file(name, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "DEV", tmp_path)
+    (tmp_path / name).touch()
+    assert ("cuda" in machine.devices()) == found
