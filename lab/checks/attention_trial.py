@@ -273,19 +273,9 @@ class Trial:
         return TOLERANCE[self.case.dtype]
 
     def _definition(self, q_QNH: torch.Tensor, row: int, **changed: Any) -> torch.Tensor:
-        v_SNH = self._by_heads(self.values, row, **changed)
+        v_SNH = _by_heads(self.case, self.values, row, **changed)
         weights_NQS = self._with_sinks(self._scores(q_QNH, row, **changed)).softmax(-1)[..., : len(v_SNH)]
         return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH)
-
-    def _by_heads(
-        self, of_rows: list[torch.Tensor], row: int, *, other: int | None = None, spread: bool = False, **_: Any
-    ) -> torch.Tensor:
-        """Keys or values of a row, those that each query head takes. Those of an `other` row are a fault, and so are heads
-        that stand `spread`: every so many of them share a KV head, in place of neighbours.
-        """
-        group = self.case.num_heads // self.case.num_kv_heads
-        x_SKH = of_rows[row if other is None else other][: len(of_rows[row])].double()
-        return x_SKH.repeat(1, group, 1) if spread else x_SKH.repeat_interleave(group, 1)
 
     def _with_sinks(self, scores_NQS: torch.Tensor) -> torch.Tensor:
         if self.sinks_N is None:
@@ -299,7 +289,7 @@ class Trial:
         were a chain are faults.
         """
         case = self.case
-        k_SNH = self._by_heads(self.keys, row, **whose)
+        k_SNH = _by_heads(self.case, self.keys, row, **whose)
         scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5 * scale
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
@@ -318,6 +308,17 @@ class Trial:
         if tree is not None:
             seen[: num_q - len(tree.parents), before:] = False
         return scores.masked_fill(~seen, -torch.inf)
+
+
+def _by_heads(
+    case: Case, of_rows: list[torch.Tensor], row: int, *, other: int | None = None, spread: bool = False, **_: Any
+) -> torch.Tensor:
+    """Keys or values of a row, those that each query head takes. Those of an `other` row are a fault, and so are heads that
+    stand `spread`: every so many of them share a KV head, in place of neighbours.
+    """
+    group = case.num_heads // case.num_kv_heads
+    x_SKH = of_rows[row if other is None else other][: len(of_rows[row])].double()
+    return x_SKH.repeat(1, group, 1) if spread else x_SKH.repeat_interleave(group, 1)
 
 
 def make_backend(entry: Entry, options: Any, spec: AttentionSpec) -> Attention:
