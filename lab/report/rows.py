@@ -26,6 +26,8 @@ class Row:
     status: str = "ok"
     reason: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # env.json
+    workload: str = ""  # the plugin that made it
     samples: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     outputs: dict[tuple[str, int], "Output"] = field(default_factory=dict)  # by the request's id and the sample's index
 
@@ -104,8 +106,13 @@ def _what_ended(folder: Path) -> tuple[str, str]:
 
 
 def _read(row: Row) -> None:
-    """Metrics and requests, as far as the run got."""
+    """What ran, metrics and requests, as far as the run got."""
     metrics, requests = row.folder / "metrics.json", row.folder / "requests.jsonl"
+    environment, resolved = row.folder / "env.json", row.folder / "resolved.json"
+    if environment.exists():
+        row.environment = json.loads(environment.read_text(encoding="utf-8"))
+    if resolved.exists():
+        row.workload = json.loads(resolved.read_text(encoding="utf-8")).get("workload", {}).get("name", "")
     if metrics.exists():
         row.metrics = json.loads(metrics.read_text(encoding="utf-8"))
         if row.status == "ok" and row.metrics.get("interrupted"):
