@@ -109,6 +109,12 @@ def test_a_run_that_is_refused_with_results_says_where_they_are(lab, small, some
     assert json.loads((somewhere_else / "mine" / "metrics.json").read_text())["num_failed"] == 1
 
 
+def test_the_folder_of_a_sweep_without_a_sweep(lab, small, somewhere_else):
+    outcome = lab("run", *small, "hydra.sweep.dir=mine")
+    assert outcome.code == 2 and not list(somewhere_else.iterdir())
+    assert "hydra.sweep.dir names the folder of a sweep: add -m, or name that of this run by hydra.run.dir" in outcome.err
+
+
 def test_a_folder_that_cannot_be_made(lab, small):
     outcome = lab("run", *small, "hydra.run.dir=/proc/nothing/here")
     assert outcome.code == 2 and outcome.err.startswith("lab: cannot make the folder /proc/nothing/here:")
