@@ -53,7 +53,9 @@ def _refuse_folder_of_a_sweep(overrides: list[str]) -> None:
     """A point of a sweep is told its sweep's folder, and that it is a single run (hydra.mode); else the name is a mistake."""
     names = [text.lstrip("+").partition("=")[0] for text in overrides]
     if "hydra.sweep.dir" in names and "hydra.mode" not in names:
-        raise UserError("hydra.sweep.dir names the folder of a sweep: add -m, or name that of this run by hydra.run.dir=FOLDER.")
+        raise UserError(
+            "hydra.sweep.dir names the folder of a sweep: add -m, or name that of this run by hydra.run.dir=FOLDER."
+        )
 
 
 def _claim(folder: Path) -> IO[str]:
