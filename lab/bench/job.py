@@ -130,7 +130,9 @@ def _prepare(
     startup_s = {**engine.startup_s, "total": time.perf_counter() - begin_s}
     records = {**engine.records, "workload": resolved.record}
     write_json(folder / "resolved.json", records)
-    write_json(folder / "env.json", describe(engine.facts.device))
+    facts = engine.facts
+    numbers = {"model": facts.model_name, "dtype": facts.dtype, "kv_dtype": facts.kv_dtype}
+    write_json(folder / "env.json", describe(facts.device) | numbers)
     device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
     sinks = _sinks(settings, named_sinks)
     limits = floors(engine.model_config, engine.facts.dtype, device, engine.facts.kv_dtype)

@@ -51,8 +51,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     begin = time.perf_counter()
     registry.discover()
     device = choose_device(settings)
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
+    num_threads = _set_num_threads(settings.num_threads)
     folder = resolve_model(settings.model.path)
     config = read_config(folder)
     dtype = choose_dtype(settings.model.dtype, config, device)
@@ -295,6 +294,14 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
         if name == "float16" and device.type == "cpu":
             name = "float32"
     return getattr(torch, name)
+
+
+def _set_num_threads(wanted: int | None) -> int:
+    num_cores = len(os.sched_getaffinity(0))
+    if wanted is not None and wanted > num_cores:
+        log.warning("num_threads=%d: this process may use %d cores, so threads will wait for one another", wanted, num_cores)
+    torch.set_num_threads(wanted or num_cores)
+    return wanted or num_cores
 
 
 def _max_model_len(settings: Settings, config: ModelConfig) -> int:

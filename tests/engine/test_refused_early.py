@@ -11,9 +11,10 @@ from tests import rigs
     ("attention", "overrides", "message"),
     [
         ("sdpa", [], "softcap"),
+        ("flash", ["attention.cascade=nevr"], "attention.cascade=nevr: it takes auto, never, or a number"),
         ("flash", ["+spec=eagle", "spec.tree=dynamic", "spec.depth=8"], "a tree must be less deep than that"),
     ],
-    ids=["features", "trees"],
+    ids=["features", "options", "trees"],
 )
 def test_before_the_weights(attention, overrides, message, tmp_path):
     """There are none: had the run come as far, they would be what it says is missing."""
