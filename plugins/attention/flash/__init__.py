@@ -40,7 +40,7 @@ class Flash(Attention):
     class Options:
         num_splits: int = 0  # pieces that a row's keys are cut into; 0: as the threads or the GPU need
         cascade: int | str = "auto"  # attend once to keys that rows share: auto (where it pays), never, or from so many on
-        isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "portable"] = "auto"  # of the CPU; auto: the fastest
+        isa: Literal["auto", "amx", "avx512_mixed", "avx512_bf16", "avx512", "avx2", "portable"] = "auto"  # of the CPU
 
     libraries = {LIBRARY: SOURCES}
     capabilities = Capabilities(

@@ -1,4 +1,5 @@
-// For CPUs that multiply pairs of bf16: where queries and cache are bf16, products are of bf16 and sums in float32.
+// For CPUs that multiply pairs of bf16: where queries and cache are bf16, products are of bf16 and sums in float32; or, where the
+// CPU makes products of floats faster, those of few query vectors only.
 
 #include "flash.h"
 
@@ -18,13 +19,26 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
   attend_tiles<Bf16>(c, item, next, scratch);
 }
 
+// Intel's processors take two cycles for a vector of bf16 products, four times as long as for one of floats, so that floats are
+// multiplied at twice the rate. That pays where keys and values, once made floats, serve more than one vector of lanes.
+static void attend_mixed(const Call& c, const Item& item, const Item* next, float* scratch) {
+  const bool pays = item.q_count * c.group > W && !c.batch_invariant;  // so that a token's bits never go by how many share its item
+  pays ? avx512_kernels()->attend(c, &item, 1, next, scratch) : attend(c, item, next, scratch);
+}
+
 const Kernels* avx512_bf16_kernels() {
   static const Kernels kernels{"avx512_bf16", attend_each<attend>};
   return &kernels;
+}
+
+const Kernels* avx512_mixed_kernels() {
+  static const Kernels kernels{"avx512_mixed", attend_each<attend_mixed>};
+  return __builtin_cpu_is("intel") ? &kernels : nullptr;
 }
 
 }  // namespace flash
 
 #else
 const flash::Kernels* flash::avx512_bf16_kernels() { return nullptr; }
+const flash::Kernels* flash::avx512_mixed_kernels() { return nullptr; }
 #endif

@@ -36,7 +36,8 @@ Type type_of(const Tensor& t) {
 // From the fastest to the plainest.
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> usable;
-  for (const Kernels* k : {amx_kernels(), avx512_bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()}) {
+  for (const Kernels* k : {amx_kernels(), avx512_mixed_kernels(), avx512_bf16_kernels(), avx512_kernels(), avx2_kernels(),
+                           portable_kernels()}) {
     if (k) usable.push_back(k);
   }
   return usable;

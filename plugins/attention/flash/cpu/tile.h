@@ -6,37 +6,11 @@
 
 #pragma once
 
-#include "rows.h"
+#include "masks.h"
+#include "multiply.h"
+#include "packing.h"
 
 namespace {
-
-// C[m][lane] (+)= sum over words k of A[m][k] * B[k][lane], for `rows` rows. Strides of A in words; B and C have NV * W lanes.
-template <class N, int NV>
-INLINE void multiply(const int32_t* a, int64_t a_row, int64_t a_word, int words, const float* b, float* c, int rows, bool add) {
-  constexpr int MR = W == 16 ? 8 : 4, L = NV * W;
-  for (int m = 0; m < rows; m += MR, a += MR * a_row, c += MR * L) {
-    vf acc[MR][NV];
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) acc[r][v] = add ? load(c + r * L + v * W) : vf{};
-    for (int k = 0; k < words; k++) {
-      typename N::Words x[NV];
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) x[v] = load_as<typename N::Words>(b + k * L + v * W);
-#pragma GCC unroll 8
-      for (int r = 0; r < MR; r++) {
-        const auto y = N::broadcast(a + r * a_row + k * a_word);
-#pragma GCC unroll 2
-        for (int v = 0; v < NV; v++) acc[r][v] = N::madd(acc[r][v], y, x[v]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) store(c + r * L + v * W, acc[r][v]);
-  }
-}
 
 // The work is a stream of units: a tile of keys against one group of lanes. While a unit's scores become weights, the matrix
 // products of its neighbours are under way, since they wait for nothing of it: scores of the next chunk of keys, and the values
@@ -61,8 +35,10 @@ struct Tiles {
 
   const Call& c;
   const Item& item;
-  const int dim, words, lanes, lane_groups;  // words: of a head dim
+  const int dim, words;  // words: of a head dim
   Scratch scratch;
+  const Masks<NV, kChunk> masks;
+  const int lanes, lane_groups;
   Keys<N, true> keys;
   KeyTile<N> tiles[kSlots];
   float* packed[kSlots];
@@ -71,8 +47,6 @@ struct Tiles {
   float* o;          // [lane group, DP, L], or [L, DP]
   float* maximum;    // [lane group, L]; a reference that no seen score exceeds by far, once there is one
   float* sum;        // [lane group, L]
-  int32_t* position; // [lane group, L]
-  int32_t* begins;   // [lane group, L] the first key by the window, where there is one
   float* scores[3];  // [kChunk, L]; the last one is for units that are done again
   float* weights[2];
   float* rows;       // [W, DP]
@@ -81,14 +55,12 @@ struct Tiles {
   Part* totals = nullptr;  // [lane] of the pieces before, where keys are attended to in several
 
   Tiles(const Call& call, const Item& it, const Item* next, float* memory)
-      : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), lanes(it.q_count * c.group),
-        lane_groups((lanes + L - 1) / L), scratch{memory}, keys{call, it, next} {
+      : c(call), item(it), dim(c.padded_dim), words(dim / N::kPerWord), scratch{memory}, masks(c, item, scratch),
+        lanes(masks.lanes), lane_groups(masks.lane_groups), keys{call, it, next} {
     q = scratch.take<float>(lane_groups * words * L);
     o = scratch.take<float>(lane_groups * dim * L);
     maximum = scratch.take<float>(lane_groups * L);
     sum = scratch.take<float>(lane_groups * L);
-    position = scratch.take<int32_t>(lane_groups * L);
-    begins = scratch.take<int32_t>(lane_groups * L);
     begun = scratch.take<bool>(lane_groups);
     for (float*& piece : scores) piece = scratch.take<float>(kChunk * L);
     for (float*& piece : weights) piece = scratch.take<float>(kTile / N::kPerWord * L);
@@ -96,10 +68,6 @@ struct Tiles {
     for (KeyTile<N>& tile : tiles) tile.gathered = scratch.take<Element>(2 * kTile * dim);
     rows = scratch.take<float>(W * dim);
     elements = scratch.take<Element>(W * dim);
-    for (int lane = 0; lane < lane_groups * L; lane++) {
-      position[lane] = position_of(c, item, lane);
-      begins[lane] = c.window ? window_begin(c, item, std::min(lane, lanes - 1)) : 0;
-    }
   }
 
   void run() {
@@ -162,9 +130,6 @@ struct Tiles {
     for (int k = 0; k < words; k += W) turn_block(from + k, to + k * L, words, L);
   }
 
-  INLINE int oldest(int group) const { return position[group * L]; }
-  INLINE int newest(int group) const { return position[std::min(lanes, (group + 1) * L) - 1]; }
-
   // The next unit that has anything to see; its tile is fetched and packed when it is the first of it. False: none is left.
   INLINE bool advance(Unit& unit, int turn) {
     for (;; next_group++) {
@@ -175,10 +140,8 @@ struct Tiles {
         fetch();
       }
       const KeyTile<N>& tile = tiles[slot];
-      const int seen = std::min(tile.groups * kGroup, newest(next_group) + 1 - tile.start);
-      const int first_seen = std::min(oldest(next_group), item.tree_start) - c.window + 1;
-      const bool left_behind = c.window && tile.start + tile.groups * kGroup <= first_seen;
-      if (seen <= 0 || left_behind) continue;
+      const int seen = std::min(tile.groups * kGroup, masks.newest(next_group) + 1 - tile.start);
+      if (seen <= 0 || masks.left_behind(next_group, tile.start + tile.groups * kGroup)) continue;
       unit.tile = &tile;
       unit.values = packed[slot];
       unit.weights = weights[turn % 2];
@@ -197,7 +160,7 @@ struct Tiles {
       first < keys.first() ? keys.gather(tile, g, first) : keys.fetch_group(tile, g);  // what no lane sees is not read
       keys.prefetch(next_start, g);
     }
-    if constexpr (N::kPerWord == 2) pack_values(tiles[slot], packed[slot]);
+    if constexpr (N::kPerWord == 2) pack_values<N::kTiles && !kByLanes>(tile, dim, rows, packed[slot]);
   }
 
   template <class Meanwhile>
@@ -208,7 +171,7 @@ struct Tiles {
       return N::template scores<NV>(k, dim, queries, to, meanwhile);
     } else {
       for (int g = 0; g < 2; g++) {
-        multiply<N, NV>((const int32_t*)k[g], words, 1, words, queries, to + g * kGroup * L, kGroup, false);
+        multiply<N, NV>(k + g, 1, 0, words, 1, words, queries, to + g * kGroup * L, kGroup, false);
       }
     }
     return meanwhile;
@@ -224,12 +187,10 @@ struct Tiles {
     } else if constexpr (N::kTiles) {
       return N::template add_values<NV>(unit.values + d * W, W * dim, unit.chunks, unit.weights, into, meanwhile);
     } else if constexpr (N::kPerWord == 2) {
-      multiply<N, NV>((const int32_t*)unit.values + d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
+      const Element* values = (const Element*)unit.values;
+      multiply<N, NV>(&values, 1, d, 1, dim, unit.chunks * kGroup, unit.weights, into, kDims, true);
     } else {
-      for (int g = 0; g < 2 * unit.chunks; g++) {
-        const float* some = unit.weights + g * kGroup * L;
-        multiply<N, NV>((const int32_t*)unit.tile->v[g] + d, 1, dim, kGroup, some, into, kDims, true);
-      }
+      multiply<N, NV>(unit.tile->v, 2 * unit.chunks, d, 1, dim, kGroup, unit.weights, into, kDims, true);
     }
     return meanwhile;
   }
@@ -328,12 +289,6 @@ struct Tiles {
 
   INLINE float factor() const { return c.softcap != 0 ? 1.0f : c.scale * kLog2e; }
 
-  INLINE bool is_masked(const Unit& unit, int chunk) const {
-    const int start = unit.tile->start + chunk * kChunk, stop = start + kChunk;
-    return stop - 1 > oldest(unit.group) || stop > item.key_last || stop > item.tree_start ||
-           (c.window && start <= newest(unit.group) - c.window);
-  }
-
   // Softcap and mask, where there are any.
   INLINE void prepare(const Unit& unit, int chunk, float* s) {
     if (c.softcap != 0) {
@@ -341,7 +296,8 @@ struct Tiles {
         store(s + i, tanhv(load(s + i) * (c.scale / c.softcap)) * (c.softcap * kLog2e));
       }
     }
-    if (is_masked(unit, chunk)) mask(unit.tile->start + chunk * kChunk, unit.group * L, s);
+    const int start = unit.tile->start + chunk * kChunk;
+    if (masks.hides(unit.group, start)) masks.apply(unit.group, start, s);
   }
 
   INLINE void raise_to(const Unit& unit, int chunk, float* s, vf (&highest)[NV]) {
@@ -389,78 +345,6 @@ struct Tiles {
       if constexpr (kByLanes) turn_block(begin, begin);
     }
   };
-
-  void mask(int start, int first, float* scores) {
-    if (start + kChunk > item.tree_start) hide_nodes(start, first, scores);
-    const vf none = fill(-INFINITY);
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; v++) {
-      const vi at = load_as<vi>(position + first + v * W);
-      const vi oldest = load_as<vi>(begins + first + v * W);
-      const vi end = vi{} + (item.key_last - 1);
-      const vi last = at < end ? at : end;
-      for (int k = 0; k < kChunk; k++) {
-        const vi key = vi{} + (start + k);
-        float* s = scores + k * L + v * W;
-        vf x = load(s);
-        x = key > last ? none : x;
-        x = key < oldest ? none : x;
-        store(s, x);
-      }
-    }
-  }
-
-  // Scores of the nodes that are not on a lane's path.
-  void hide_nodes(int start, int first, float* scores) {
-    alignas(64) uint32_t seen[L];
-    for (int i = 0; i < L; i++) seen[i] = first + i < lanes ? nodes_seen(c, item, first + i, start) : 0;
-    const vf none = fill(-INFINITY);
-    for (int k = 0; k < kChunk; k++) {
-      for (int v = 0; v < NV; v++) {
-        float* s = scores + k * L + v * W;
-        store(s, (load_as<vi>(seen + v * W) >> k & 1) != 0 ? load(s) : none);
-      }
-    }
-  }
-
-  // Two keys' values side by side: [pair, DP] words, or for matrix tiles [16 pairs, 16 dims] turned over and one after another.
-  void pack_values(const KeyTile<N>& tile, float* values) {
-    constexpr bool kTurns = N::kTiles && !kByLanes;
-#if FLASH_WIDTH == 16
-    for (int g = 0; g < (tile.groups + 1) / 2 * 2; g++) {
-      for (int i = 0; i < kGroup; i += 2) {
-        const int pair = (g * kGroup + i) / 2;
-        pack_pair(tile.v[g] + i * dim, kTurns ? rows + pair % W * dim : values + pair * dim);
-      }
-      if (kTurns && g % 2) turn(values + g / 2 * W * dim);
-    }
-#endif
-  }
-
-#if FLASH_WIDTH == 16
-  INLINE void pack_pair(const Element* even, float* to) {
-    for (int d = 0; d < dim; d += 2 * W) {
-      const __m512i x = _mm512_loadu_si512(even + d), y = _mm512_loadu_si512(even + dim + d);
-      const vf a = (vf)_mm512_unpacklo_epi16(x, y), b = (vf)_mm512_unpackhi_epi16(x, y);
-      store(to + d, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-      store(to + d + W, __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-    }
-  }
-
-  INLINE void turn(float* to) {
-    for (int d = 0; d < dim; d += W) turn_block(rows + d, to + d * W, dim);
-  }
-#endif
-
-  // W words of W rows, so many words apart, turned over.
-  static INLINE void turn_block(const float* from, float* to, int from_row = W, int to_row = W) {
-    vf block[W];
-#pragma GCC unroll 16
-    for (int i = 0; i < W; i++) block[i] = load(from + i * from_row);
-    transpose(block);
-#pragma GCC unroll 16
-    for (int i = 0; i < W; i++) store(to + i * to_row, block[i]);
-  }
 
   // Outputs of W lanes from `first` on, as rows.
   INLINE void finish(int first) {
