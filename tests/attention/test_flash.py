@@ -14,6 +14,7 @@ from lab.engine.resolution import resolve
 from lab.errors import UserError
 from lab.settings import PluginChoice
 from plugins.attention.flash import cpu
+from tests.native.tiles import emulated_tiles
 
 registry.discover()
 FLASH = registry.get("attention", "flash")
@@ -28,8 +29,11 @@ LENGTHS = tuple((length, 1) for length in range(0, 420, 13))  # which end in eve
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Operators for every instruction set whose requests to memory are held against what is the call's: see cpu/watch.h."""
-    name, flags = "lab_flash_watched", (*cpu.EVERY_ISA[1], "-DFLASH_WATCHED")
+    """Operators for every instruction set whose requests to memory are held against what is the call's: see cpu/watch.h.
+
+    Where the processor has no matrix tiles they are emulated: see lab/tiles.h.
+    """
+    name, flags = "lab_flash_watched", (*cpu.EVERY_ISA[1], "-DFLASH_WATCHED", *emulated_tiles())
     monkeypatch.setattr(cpu, "EVERY_ISA", (name, flags))
     native.load(name, cpu.SOURCES, flags=flags)
     return getattr(torch.ops, name)

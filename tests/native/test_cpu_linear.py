@@ -8,13 +8,17 @@ import torch
 from lab import native
 from lab.sample.ordering import first_argmax
 from plugins.quant import _cpu_linear
+from tests.native.tiles import EMULATED
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 100)
 SHAPES = ((72, 50), (100, 33), (1, 7), (31, 1), (64, 64), (576, 192), (1536, 576), (512, 2050))  # (in, out)
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 8e-3}  # of the largest output; bfloat16 rounds it to 8 bits
 X86 = platform.machine() in ("x86_64", "AMD64")
-BUILDS = {"native": (), "avx2": ("-march=haswell",), "portable": ("-march=x86-64",)} if X86 else {"native": ()}
+BUILDS = {"native": ()}
+if X86:
+    BUILDS |= {"avx2": ("-march=haswell",), "portable": ("-march=x86-64",), "emulated": EMULATED}
 ALL_ROWS_BY_VECTORS = 1 << 30
+PATHS = ("native, all by tiles", "native, all by vectors", *(["emulated, all by tiles"] if X86 else []))
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=f"cannot build here: {native.available()}")
 
@@ -26,7 +30,7 @@ def operators(build: str):
     return getattr(torch.ops, name)
 
 
-@pytest.fixture(params=[*BUILDS, "native, all by tiles", "native, all by vectors"])
+@pytest.fixture(params=[*BUILDS, *PATHS])
 def ops(request):
     build, _, path = request.param.partition(", ")
     ops = operators(build)

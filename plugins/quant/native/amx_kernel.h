@@ -13,13 +13,10 @@
 // number of rows nor on the number of threads.
 #pragma once
 
+#include "lab/tiles.h"
 #include "sinks.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#ifdef LAB_HAS_TILES
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -32,13 +29,6 @@ constexpr int64_t kPart = kTileRows * kLanes;   // sums of a tile, 1 KiB
 constexpr int64_t kPanel = 1 << 19;             // weights of a panel at most, 1 MiB: half of the second cache
 constexpr int64_t kSliceSteps = 18;             // tiles; of a group 36 KiB, three quarters of the first cache
 constexpr int64_t kLine = 64;
-
-// A thread needs the kernel's leave for the tiles' registers; all threads made later inherit it.
-inline bool may_use_amx() {
-  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted;
-}
 
 // Tiles of sums and of inputs have so many rows, those of weights (6 and 7) sixteen.
 inline void configure(int64_t rows) {

@@ -25,8 +25,8 @@ void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
   if constexpr (std::is_same_v<T, float>) {
     lab::by_vectors<lab::Fp32Step>(linear, share, sink);
   } else {
-#if defined(__AMX_BF16__) && defined(__linux__)
-    if ((linear.rows >= amx_from_rows || linear.batch_invariant) && lab::may_use_amx()) return lab::by_tiles(linear, share, sink);
+#ifdef LAB_HAS_TILES
+    if ((linear.rows >= amx_from_rows || linear.batch_invariant) && lab::may_use_tiles()) return lab::by_tiles(linear, share, sink);
 #endif
     lab::by_vectors<lab::Bf16Step>(linear, share, sink);
   }

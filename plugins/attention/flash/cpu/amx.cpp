@@ -1,11 +1,9 @@
 // For CPUs with matrix tiles (AMX): the products of bf16 tiles, everything else as with AVX-512.
 
 #include "flash.h"
+#include "lab/tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__linux__)
-
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(LAB_HAS_TILES) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
 #define FLASH_WIDTH 16
 #include "fours.h"
@@ -131,12 +129,6 @@ struct Amx : Bf16 {
   }
 };
 
-// Linux gives a process its tiles when it asks for them.
-bool tiles_granted() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
 }  // namespace
 
 namespace flash {
@@ -177,8 +169,7 @@ static void attend(const Call& c, const Item* items, int64_t count, const Item* 
 
 const Kernels* amx_kernels() {
   static const Kernels kernels{"amx", attend};
-  static const bool granted = tiles_granted();
-  return granted ? &kernels : nullptr;
+  return lab::may_use_tiles() ? &kernels : nullptr;
 }
 
 }  // namespace flash
