@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from lab import registry
-from lab.errors import UserError, unknown
+from lab.errors import UserError, nearest, unknown
 from lab.overrides import (
     AUTO_GROUPS,
     EXPERIMENT,
@@ -81,7 +81,7 @@ def compose_run(overrides: Sequence[str] = (), config_dirs: Sequence[str | Path]
         cfg.hydra.job.num = point
         with our_words():
             plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"]), resolve=True)
-            run_dir, subdir = (_text(OmegaConf.select(cfg, f"hydra.{k}")) for k in ("run.dir", "sweep.subdir"))
+            run_dir, subdir = (_folder(cfg, f"hydra.{name}") for name in ("run.dir", "sweep.subdir"))
         return Composed(to_settings(plain), run_dir, subdir)
 
 
@@ -110,7 +110,7 @@ def plan_sweep(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (),
             points = [[*point, text] for point in points for text in session.choices(override)]
         swept = [key for key, override in axes.items() if override.is_sweep_override()]
         points, notes = _fitting_options(points, swept)
-        return SweepPlan(points, swept, _text(OmegaConf.select(cfg, "hydra.sweep.dir")), notes)
+        return SweepPlan(points, swept, _folder(cfg, "hydra.sweep.dir"), notes)
 
 
 def _fitting_options(points: list[list[str]], swept: Sequence[str]) -> tuple[list[list[str]], tuple[str, ...]]:
@@ -245,11 +245,15 @@ def take_options(prefix: str, cls: type[T], overrides: Sequence[str]) -> tuple[T
 
 
 def _check_plugin(kind: str, choice: PluginChoice) -> None:
-    if choice.name == "auto" and kind in AUTO_GROUPS:
+    if choice.name == "none" or (choice.name == "auto" and kind in AUTO_GROUPS):
+        options_of = {entry.name: entry.known_option_names for entry in registry.entries(kind)}
         for option in choice.options:
-            having = [e.name for e in registry.entries(kind) if option in e.known_option_names]
-            known = f" Plugins with this option: {', '.join(having)}." if having else f" No {kind} plugin has it."
+            having = [name for name, options in options_of.items() if option in options]
+            guess = nearest(option, {name for options in options_of.values() for name in options})
+            hint = f" Did you mean '{guess}'?" if guess else ""
+            known = f" Plugins with this option: {', '.join(having)}." if having else f" No {kind} plugin has it.{hint}"
             raise UserError(f"{kind}.{option} is set, but no {kind} plugin is named: add +{kind}=NAME.{known}")
+    if choice.name == "auto" and kind in AUTO_GROUPS:
         return
     registry.get(kind, choice.name).make_options(choice.options)
 
@@ -286,5 +290,8 @@ def _lists(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+def _folder(cfg: Any, name: str) -> str:
+    folder = OmegaConf.select(cfg, name)
+    if folder is None or not str(folder).strip():
+        raise UserError(f"{name} is empty: give a folder, or leave it out.")
+    return str(folder)

@@ -66,6 +66,8 @@ class Session:
             return
         if isinstance(override.value(), Mapping):
             raise UserError(f"{group} takes a name; give the rest one by one: {group}.NAME=VALUE.")
+        if isinstance(override.value(), list):
+            raise UserError(f"{group} takes one name; `-m {group}=NAME,NAME` makes a run of each.")
         name = "null" if override.value() is None else str(override.value())
         names = self._loader.get_group_options(group, config_name="config", overrides=self._search_override([]))
         if name not in names:

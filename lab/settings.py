@@ -78,6 +78,11 @@ class SchedulerSettings:
         _at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
         _at_least("scheduler.long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise UserError(
+                f"scheduler.long_prefill_token_threshold={self.long_prefill_token_threshold} splits prompts, which "
+                "scheduler.enable_chunked_prefill=false forbids; set one of them only."
+            )
 
 
 @dataclass(frozen=True, slots=True)

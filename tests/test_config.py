@@ -103,8 +103,12 @@ class TestTheManual:
 class TestSpellings:
     @pytest.mark.parametrize("plus", ["", "+", "++"])
     def test_every_setting_can_be_given(self, plus):
-        for left_out in ("cache.num_blocks", "cache.memory_bytes"):  # the two exclude each other
-            given = {name: value for name, value in EXAMPLES.items() if name != left_out}
+        excluding = (
+            ("cache.num_blocks", "cache.memory_bytes"),
+            ("scheduler.long_prefill_token_threshold", "scheduler.enable_chunked_prefill"),
+        )
+        for left_out in zip(*excluding, strict=True):
+            given = {name: value for name, value in EXAMPLES.items() if name not in left_out}
             texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
             settings = compose([f"{plus}{name}={text}" for name, text in texts.items()])
             for name, value in given.items():
@@ -185,6 +189,12 @@ class TestMistakes:
             ),
             (["scheduler.policy_options=3"], "scheduler.policy_options must be a mapping; got 3."),
             (["quant.bits=4"], "quant.bits is set, but no quant plugin is named: add +quant=NAME."),
+            (
+                ["spec.num_drafts=4"],
+                "spec.num_drafts is set, but no spec plugin is named: add +spec=NAME. Plugins with this option:",
+            ),
+            (["attention=[sdpa]"], "attention takes one name; `-m attention=NAME,NAME` makes a run of each."),
+            (["hydra.run.dir="], "hydra.run.dir is empty: give a folder, or leave it out."),
             (["cache.block_size=abc"], "cache.block_size must be a whole number; got 'abc'."),
             (["cache.block_size=true"], "cache.block_size must be a whole number; got true."),
             (["cache.block_size=1.0"], "cache.block_size must be a whole number; got 1.0."),
@@ -248,6 +258,10 @@ class TestMistakes:
             ("scheduler.max_num_batched_tokens=0", "scheduler.max_num_batched_tokens must be at least 1; got 0."),
             ("scheduler.max_num_seqs=0", "scheduler.max_num_seqs must be at least 1; got 0."),
             ("scheduler.long_prefill_token_threshold=-1", "scheduler.long_prefill_token_threshold must be at least 0; got -1."),
+            (
+                "scheduler.long_prefill_token_threshold=8 scheduler.enable_chunked_prefill=false",
+                "scheduler.long_prefill_token_threshold=8 splits prompts, which scheduler.enable_chunked_prefill=false forbids",
+            ),
             ("model.max_model_len=0", "model.max_model_len must be at least 1; got 0."),
             ("model.path=''", "model.path is empty"),
             ("debug.preempt_every=-1", "debug.preempt_every must be at least 0; got -1."),
@@ -258,7 +272,7 @@ class TestMistakes:
     )
     def test_a_value_out_of_range_is_named(self, override, message):
         with pytest.raises(UserError) as error:
-            compose([override])
+            compose(override.split())
         assert str(error.value).startswith(message)
 
     def test_two_sizes_of_the_cache_contradict(self):

@@ -24,6 +24,9 @@ MODELS = ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2For
         ("GemmaForCausalLM", MODELS, None),
         ("tpu", ["auto", "cpu", "cuda"], None),
         ("--foo", ["--json", "--help", "--plugins"], None),
+        ("prio", ["fcfs", "priority"], "priority"),
+        ("bf16", ["auto", "float32", "bfloat16", "float16"], "bfloat16"),
+        ("temp", ["temperature", "template"], None),
         ("x", [], None),
     ],
 )

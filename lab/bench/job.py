@@ -20,7 +20,7 @@ from lab.bench.sender import Planned, Sender, plan
 from lab.capabilities import Needs
 from lab.contracts.sink import RunInfo
 from lab.contracts.workload import ModelFacts
-from lab.engine.resolution import Resolved, resolve
+from lab.engine.resolution import Resolved, resolve, told
 from lab.engine.stack import Stack, build_stack
 from lab.engine.tokenizer import encode
 from lab.errors import UserError
@@ -130,13 +130,16 @@ def _prepare(
     startup_s = {**engine.startup_s, "total": time.perf_counter() - begin_s}
     records = {**engine.records, "workload": resolved.record}
     write_json(folder / "resolved.json", records)
-    write_json(folder / "env.json", describe(engine.facts.device))
+    facts = engine.facts
+    numbers = {"model": facts.model_name, "dtype": facts.dtype, "kv_dtype": facts.kv_dtype}
+    write_json(folder / "env.json", describe(facts.device) | numbers)
     device = measure_device(engine.facts.device, threads=engine.facts.num_threads, log=log.info)
     sinks = _sinks(settings, named_sinks)
     limits = floors(engine.model_config, engine.facts.dtype, device, engine.facts.kv_dtype)
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
     profile = Profile(stack, limits) if settings.profile else None
+    log.info("plugins: %s", told(records))
     log.info("running %d requests", len(planned))
     return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)), profile)
 

@@ -3,45 +3,20 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from lab.checks import CheckFailed
+from lab.checks.attention_case import Case, spec_of
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.registry import Entry
 from lab.runner.batch import Batch, BatchBuilder, Share
 from lab.runner.rows import Rows
-from lab.sample.tree import Tree
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows given as (tokens in the cache before the step, tokens of the step), and the shape of the layer."""
-
-    rows: tuple[tuple[int, int], ...]
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    sliding_window: int | None = None
-    softcap: float | None = None
-    kv_dtype: torch.dtype | None = None  # None: dtype
-    kv_scales: str = "none"
-    num_padding: int = 0  # tokens with slot -1 after the last row
-    num_padding_rows: int = 0  # rows of no tokens and no context behind the real ones, as a captured graph has them
-    prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()  # (rows, tokens): they begin with the same ones
-    batch_invariant: bool = False
-    sinks: bool = False
-    trees: tuple[tuple[int, ...], ...] = ()  # of each row: the parents of its last tokens, which are a tree of drafts; () none
-
-    def tree_of(self, row: int) -> Tree | None:
-        return Tree.of(self.trees[row]) if self.trees and self.trees[row] else None
 
 
 def compare(
@@ -250,6 +225,12 @@ class Trial:
         for words, ahead in (("keys after the query, as if it were not causal", len(self.keys[row])), ("one key too many", 1)):
             if fits(ahead=ahead) <= self.tolerance:
                 return f"its values are those of a query that sees {words}"
+        if fits(spread=True) <= self.tolerance:
+            kv_heads, group = self.case.num_kv_heads, self.case.num_heads // self.case.num_kv_heads
+            return f"its values are those of query heads n over KV heads n % {kv_heads}, where head n is over n // {group}"
+        for other, k_SKH in enumerate(self.keys):
+            if other != row and len(k_SKH) >= len(self.keys[row]) and fits(other=other) <= self.tolerance:
+                return f"its values are those of the keys of row {other}: another row's block table was read"
         low, high = 0.05, 20.0
         for _ in range(40):  # the right factor has the least error: close in on it from both sides, by ratios
             third = (high / low) ** (1 / 3)
@@ -292,8 +273,7 @@ class Trial:
         return TOLERANCE[self.case.dtype]
 
     def _definition(self, q_QNH: torch.Tensor, row: int, **changed: Any) -> torch.Tensor:
-        group = self.case.num_heads // self.case.num_kv_heads
-        v_SNH = self.values[row].double().repeat_interleave(group, 1)
+        v_SNH = _by_heads(self.case, self.values, row, **changed)
         weights_NQS = self._with_sinks(self._scores(q_QNH, row, **changed)).softmax(-1)[..., : len(v_SNH)]
         return torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH)
 
@@ -303,13 +283,13 @@ class Trial:
         return torch.cat((scores_NQS, self.sinks_N.double()[:, None, None].expand(-1, scores_NQS.shape[1], 1)), -1)
 
     def _scores(
-        self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0, chained: bool = False
+        self, q_QNH: torch.Tensor, row: int, *, scale: float = 1.0, ahead: int = 0, chained: bool = False, **whose: Any
     ) -> torch.Tensor:
         """The scores by the definition; `scale` times the right scale, `ahead` keys after the query seen, and a tree as if it
         were a chain are faults.
         """
         case = self.case
-        k_SNH = self.keys[row].double().repeat_interleave(case.num_heads // case.num_kv_heads, 1)
+        k_SNH = _by_heads(self.case, self.keys, row, **whose)
         scores = torch.einsum("qnh,snh->nqs", q_QNH.double(), k_SNH) * case.head_dim**-0.5 * scale
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
@@ -330,23 +310,15 @@ class Trial:
         return scores.masked_fill(~seen, -torch.inf)
 
 
-def spec_of(case: Case, device: torch.device) -> AttentionSpec:
-    """The layer that a case is about."""
-    return AttentionSpec(
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        scale=case.head_dim**-0.5,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        kv_dtype=case.dtype if case.kv_dtype is None else case.kv_dtype,
-        device=device,
-        sliding_window=case.sliding_window,
-        softcap=case.softcap,
-        kv_scales=case.kv_scales,
-        batch_invariant=case.batch_invariant,
-        has_sinks=case.sinks,
-    )
+def _by_heads(
+    case: Case, of_rows: list[torch.Tensor], row: int, *, other: int | None = None, spread: bool = False, **_: Any
+) -> torch.Tensor:
+    """Keys or values of a row, those that each query head takes. Those of an `other` row are a fault, and so are heads that
+    stand `spread`: every so many of them share a KV head, in place of neighbours.
+    """
+    group = case.num_heads // case.num_kv_heads
+    x_SKH = of_rows[row if other is None else other][: len(of_rows[row])].double()
+    return x_SKH.repeat(1, group, 1) if spread else x_SKH.repeat_interleave(group, 1)
 
 
 def make_backend(entry: Entry, options: Any, spec: AttentionSpec) -> Attention:

@@ -56,7 +56,10 @@ def resolve_for_shapes(
         UserError: as `backends_of`.
     """
     specs = dict.fromkeys(_spec_of(settings, layer, dtype, device) for layer in layers)
-    return [resolve("attention", settings.attention, _attention_needs(spec, drafts)) for spec in specs][0]
+    found = [resolve("attention", settings.attention, _attention_needs(spec, drafts)) for spec in specs]
+    for resolved, spec in zip(found, specs, strict=True):
+        resolved.make(spec)  # which refuses options that are wrong together, or for this shape
+    return found[0]
 
 
 def _spec_of(settings: Settings, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> AttentionSpec:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.metrics.quiet import taken_by_others
+from lab.report.ran import what_ran
 from lab.report.rows import LATENCIES, Row
 from lab.report.svg import bars, distributions, short_number
 
@@ -49,12 +50,14 @@ class Report:
         widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
         text = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in cells]
         text.insert(1, f"| {' | '.join('-' * width for width in widths)} |")
-        above = [f"All runs: {', '.join(alike)}.", ""] if (alike := self._alike_as_text()) else []
+        above = [*(f"- {line}" for line in what_ran(self.rows)), ""] if any(row.environment for row in self.rows) else []
+        above += [f"All runs: {', '.join(alike)}.", ""] if (alike := self._alike_as_text()) else []
         return "\n".join([f"# {self.title}", "", *above, *text, "", *self._notes(), ""])
 
     def html(self) -> str:
         header, lines = self._table()
-        body = [f"<p>All runs: {escape(', '.join(alike))}.</p>"] if (alike := self._alike_as_text()) else []
+        body = [f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in what_ran(self.rows))}</ul>"]
+        body += [f"<p>All runs: {escape(', '.join(alike))}.</p>"] if (alike := self._alike_as_text()) else []
         body += ["<table>", f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>"]
         for row, line in zip(self.rows, lines, strict=True):
             kind = ' class="failed"' if row.status != "ok" else ' class="busy"' if taken_by_others(row.metrics) else ""

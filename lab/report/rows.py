@@ -13,6 +13,7 @@ import yaml
 from lab.errors import UserError
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms")
+OF_A_RUN = ("config.yaml", "log.txt")
 WHERE_ONLY = ("tracking.", "hydra.")  # settings that say where a run goes, not what it is
 
 
@@ -25,6 +26,8 @@ class Row:
     status: str = "ok"
     reason: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # env.json
+    workload: str = ""  # the plugin that made it
     samples: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     outputs: dict[tuple[str, int], "Output"] = field(default_factory=dict)  # by the request's id and the sample's index
 
@@ -47,10 +50,12 @@ def read_rows(folders: Sequence[Path]) -> list[Row]:
     for folder in folders:
         if (folder / "sweep.json").exists():
             rows += _points(folder)
-        elif (folder / "config.yaml").exists():
+        elif all((folder / file).exists() for file in OF_A_RUN):
             rows.append(Row(folder))
         else:
-            raise UserError(f"{folder} is the folder of no run and no sweep: it has neither config.yaml nor sweep.json.")
+            raise UserError(
+                f"{folder} is the folder of no run and no sweep: it has neither config.yaml and log.txt nor sweep.json."
+            )
     if len(folders) > 1:
         _name_differences(rows)
     for row in rows:
@@ -101,8 +106,13 @@ def _what_ended(folder: Path) -> tuple[str, str]:
 
 
 def _read(row: Row) -> None:
-    """Metrics and requests, as far as the run got."""
+    """What ran, metrics and requests, as far as the run got."""
     metrics, requests = row.folder / "metrics.json", row.folder / "requests.jsonl"
+    environment, resolved = row.folder / "env.json", row.folder / "resolved.json"
+    if environment.exists():
+        row.environment = json.loads(environment.read_text(encoding="utf-8"))
+    if resolved.exists():
+        row.workload = json.loads(resolved.read_text(encoding="utf-8")).get("workload", {}).get("name", "")
     if metrics.exists():
         row.metrics = json.loads(metrics.read_text(encoding="utf-8"))
         if row.status == "ok" and row.metrics.get("interrupted"):

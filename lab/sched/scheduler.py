@@ -32,7 +32,7 @@ class Scheduler:
     """The only writer of the requests' progress.
 
     Args:
-        settings: budgets and modes; UserError for values that exclude each other.
+        settings: budgets and modes.
         policy: orders the waiting requests and picks the victims.
         max_model_len: most tokens of a request, prompt and output together.
         num_drafts: most drafts a row may have verified in a step.
@@ -51,7 +51,6 @@ class Scheduler:
         draft_depth: int | None = None,
         debug: DebugSettings | None = None,
     ) -> None:
-        _check_settings(settings)
         self.settings = settings
         self.blocks = blocks
         self.policy = policy
@@ -343,18 +342,6 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.num_in_flight = 0
         request.draft_ids = []
-
-
-def _check_settings(settings: SchedulerSettings) -> None:
-    for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("long_prefill_token_threshold", 0)):
-        value = getattr(settings, name)
-        if value < least:
-            raise UserError(f"scheduler.{name} must be at least {least}, got {value}.")
-    if settings.long_prefill_token_threshold and not settings.enable_chunked_prefill:
-        raise UserError(
-            f"scheduler.long_prefill_token_threshold={settings.long_prefill_token_threshold} splits prompts, which "
-            "scheduler.enable_chunked_prefill=false forbids; set one of them only."
-        )
 
 
 def _new_row(request: Request) -> NewRow:

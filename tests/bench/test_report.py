@@ -23,6 +23,7 @@ def line(id, tokens, *, index=0, prompt_tokens=5, ttft_ms=10.0, error=None, fini
 def a_run(folder, lines, config=None, **metrics):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config or {"seed": 0}))
+    (folder / "log.txt").touch()
     (folder / "metrics.json").write_text(json.dumps({"output_tok_per_s": 100.0, **metrics}))
     (folder / "requests.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return folder
@@ -102,6 +103,23 @@ def test_runs_are_told_apart_by_their_settings(tmp_path):
     assert alone.params == {} and alone.label == "eager"
 
 
+def test_what_ran_is_said_above_the_table(tmp_path):
+    env = {"model": "tiny", "dtype": "bfloat16", "kv_dtype": "bfloat16", "cpu": "Box <9>", "usable_cores": 2, "threads": 1}
+    env |= {"lab": "0.1", "torch": "2.13", "python": "3.11", "git": {"commit": "0123456789abcdef", "dirty": True}}
+    folders = [a_run(tmp_path / name, SAME, num_requests=1200) for name in ("one", "two", "old")]
+    for folder, kv_dtype in zip(folders, ("bfloat16", "int8"), strict=False):
+        (folder / "env.json").write_text(json.dumps(env | {"kv_dtype": kv_dtype}))
+        (folder / "resolved.json").write_text('{"workload": {"name": "random"}}')
+    report = Report("t", read_rows(folders), tmp_path)
+    assert report.markdown().splitlines()[2:6] == [
+        "- model: tiny, bfloat16 (run 1); tiny, bfloat16, KV cache int8 (run 2)",
+        "- workload: random, 1,200 requests",
+        "- machine: Box <9>, 2 cores, 1 thread",
+        "- code: lab 0.1, commit 0123456789ab with changes, torch 2.13, python 3.11",
+    ]
+    assert "<li>machine: Box &lt;9&gt;, 2 cores, 1 thread</li>" in report.html()
+
+
 def test_what_all_runs_have_alike_is_said_once(tmp_path):
     rows = [Row(tmp_path / name, {"spec": name, "a.b": "<7>"}, metrics={"output_tok_per_s": 1.0}) for name in ("none", "ngram")]
     report = Report("t", rows, tmp_path)
@@ -132,6 +150,9 @@ def test_a_run_that_was_refused_says_why(tmp_path):
 
 
 def test_a_folder_of_nothing_is_named(tmp_path):
+    with pytest.raises(UserError, match="is the folder of no run and no sweep"):
+        read_rows([tmp_path])
+    (tmp_path / "config.yaml").touch()  # somebody else's, as that of conf/
     with pytest.raises(UserError, match="is the folder of no run and no sweep"):
         read_rows([tmp_path])
 

@@ -206,6 +206,21 @@ class MovesKeysAlone(Eager):
         super().move(kv[:1], from_X, to_X)
 
 
+class SpreadsHeads(Eager):
+    """Query heads that share a KV head stand apart, as where the heads of a projection are taken in another order."""
+
+    def _attend_row(self, q_QNH, *others):
+        groups = self.spec.num_heads // self.spec.num_kv_heads, self.spec.num_kv_heads
+        out_QNH = super()._attend_row(q_QNH.unflatten(1, groups).transpose(1, 2).flatten(1, 2), *others)
+        return out_QNH.unflatten(1, groups[::-1]).transpose(1, 2).flatten(1, 2)
+
+
+class ReadsTheNextRow(Eager):
+    def plan(self, batch, reuse=None):
+        plan = super().plan(batch)
+        return type(plan)(plan.q_start, plan.ctx_len, plan.blocks_RM.roll(-1, 0), plan.trees)
+
+
 FAULTS = [  # the fault, a check that finds it, and what the reason says
     (TakesTreesForChains, "check_trees", "its values are those of a chain: nodes see others that are not on their path"),
     (WindowsBySlots, "check_trees", "a wrong block, position, mask or scale"),
@@ -232,6 +247,12 @@ FAULTS = [  # the fault, a check that finds it, and what the reason says
     (NotCausal, "check_chunk_after_prefix", "a query that sees keys after the query, as if it were not causal"),
     (OneTokenOfDrafts, "check_drafts", "a query that sees keys after the query, as if it were not causal"),
     (SharesToTheEnd, "check_shared_prefixes", "it holds NaN: a slot that nobody wrote|a wrong block, position, mask or scale"),
+    (SpreadsHeads, "check_mixed_batch", "of query heads n over KV heads n % 2, where head n is over n // 2"),
+    (
+        ReadsTheNextRow,
+        "check_mixed_batch",
+        "of the keys of row 1: another row's block table was read. Case: rows .* and 1 more, ",
+    ),
     (OneKvHeadForAll, "check_head_groups", "a wrong block, position, mask or scale"),
     (ForgetsWindow, "check_sliding_window", "a wrong block, position, mask or scale"),
     (SwapsKeyAndValue, "check_layout_agrees_with_write", "the key written to slot 49 is not what export_blocks shows there"),

@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from lab import LLM, SamplingParams, UserError
 from lab.settings import Settings
@@ -41,6 +42,17 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert texts(outputs) == ["DEFGHIJKL", "G", "yz012", "def"]
     assert [output.prompt for output in outputs] == ["ABC", None, "x", "abc"]
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_more_threads_than_cores_are_told(folder, caplog):
+    num_cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    try:
+        with open_llm(folder, f"num_threads={num_cores + 1}") as llm:
+            assert_good(llm)
+    finally:
+        torch.set_num_threads(before)
+    told = f"num_threads={num_cores + 1}: this process may use {num_cores} cores, so threads will wait for one another"
+    assert told in caplog.messages
 
 
 def test_overrides_are_a_list(folder):
