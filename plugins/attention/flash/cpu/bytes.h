@@ -1,5 +1,5 @@
-// What decodes over a cache of int8 have in common, be their products by matrix tiles or by vectors: keys and values are read as
-// they lie in the cache, whole numbers stand for queries and weights.
+// What decodes over a cache of int8 have in common, be their products by matrix tiles or by vectors: keys and values are read
+// as they lie in the cache, whole numbers stand for queries and weights.
 //
 // A query is a whole number of 15 bits times a scale, as two bytes: scores are exact in it. A weight, times the scale of its
 // values, is a whole number of 16 bits, over the largest of a tile, as two bytes again.
@@ -19,8 +19,8 @@ struct ByteTile {
   float k_scale[kTile], v_scale[kTile];
 };
 
-// `Kernel` has what FourLanes asks for, but try_to_weigh(tile): instead whole_scores(tile, g, x), of a group's keys the scores of
-// each lane before scales, and put_weights(lane, g, upper, lower), the bytes of 16 weights as words.
+// `Kernel` has what FourLanes asks for, but try_to_weigh(tile): instead whole_scores(tile, g, x), of a group's keys the scores
+// of each lane before scales, and put_weights(lane, g, upper, lower), the bytes of 16 weights as words.
 template <class Kernel>
 class ByteLanes : public FourLanes<Kernel, ByteTile> {
  public:

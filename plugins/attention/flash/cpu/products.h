@@ -134,9 +134,9 @@ struct Bf16 {
   static INLINE __m512i kind_of(__m512i x) { return _mm512_add_epi8(_mm512_add_epi8(x, x), _mm512_set1_epi8(2)); }
   static INLINE bool are_normal(__m512i kinds) { return _mm512_cmple_epu8_mask(kinds, _mm512_set1_epi8(16)) == 0; }
 
-  // Of other e4m3. A bf16 over 2^8 has the exponent 112 higher: below the sign in the upper byte is 0111 and the upper three bits
-  // of the exponent, in the lower one its last bit and the fraction. They are made by matrices whose rows say which bit of x each
-  // of them is, from the highest.
+  // Of other e4m3. A bf16 over 2^8 has the exponent 112 higher: below the sign in the upper byte is 0111 and the upper three
+  // bits of the exponent, in the lower one its last bit and the fraction. They are made by matrices whose rows say which bit of
+  // x each of them is, from the highest.
   static INLINE Bytes normal_bytes(__m512i x) {
     return {_mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x0000000001020408), 0),
             _mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x1020400000000080), 0x38)};
@@ -167,7 +167,8 @@ struct Bf16 {
     const __m512i high0 = _mm512_loadu_si512(kHalves.upper), high1 = _mm512_loadu_si512(kHalves.upper + 64);
     const __m512i magnitude = kFrom == Type::i8 ? _mm512_abs_epi8(x) : x;
     const __m512i positive = _mm512_permutex2var_epi8(high0, magnitude, high1);
-    return {_mm512_permutex2var_epi8(low0, magnitude, low1), _mm512_ternarylogic_epi64(positive, x, sign, 0xf8)};  // positive | (x & sign)
+    const __m512i upper = _mm512_ternarylogic_epi64(positive, x, sign, 0xf8);  // positive | (x & sign)
+    return {_mm512_permutex2var_epi8(low0, magnitude, low1), upper};
   }
 
   // 64 numbers each of four rows of e4m3, as they lie there.

@@ -1,8 +1,8 @@
 // Up to four query vectors over a cache of bf16 or fp8 by products of floats in vectors, for processors without matrix tiles: a
 // product of bf16 pairs takes them as long as four of floats, and turning a pair into floats is two steps for all lanes.
 //
-// Numbers become floats in registers, 64 dims of a row as four vectors: they are in an order of their own, and so are queries and
-// outputs.
+// Numbers become floats in registers, 64 dims of a row as four vectors: they are in an order of their own, and so are queries
+// and outputs.
 
 #pragma once
 
@@ -31,7 +31,8 @@ class FloatVectors : public FourLanes<FloatVectors<kFrom>, FloatTile> {
   using Base::kLanes;
   static bool takes(const Call& call) { return call.kv_type == kFrom && call.padded_dim % 64 == 0; }
 
-  FloatVectors(const Call& call, const Item& it, const Item* next, float* memory) : Base(call, it, memory), keys{call, it, next} {
+  FloatVectors(const Call& call, const Item& it, const Item* next, float* memory)
+      : Base(call, it, memory), keys{call, it, next} {
     for (Tile& tile : tiles) tile.keys.gathered = scratch.template take<char>(2 * kTile * dim * kSize);
     q = scratch.template take<float>(kLanes * dim);
     o = scratch.template take<float>(kLanes * dim);
@@ -119,8 +120,8 @@ class FloatVectors : public FourLanes<FloatVectors<kFrom>, FloatTile> {
     }
   }
 
-  // Each group is read where it lies, or gathered when it crosses blocks or is not the item's as a whole: a stranger's numbers may
-  // be anything.
+  // Each group is read where it lies, or gathered when it crosses blocks or is not the item's as a whole: a stranger's numbers
+  // may be anything.
   INLINE void fetch_group(FloatTile& tile, int g) const {
     const int p = tile.start + g * kGroup, offset = keys.offset_of(p), row = dim * kSize;
     const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
