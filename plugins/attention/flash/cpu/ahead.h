@@ -15,15 +15,17 @@ struct Ahead {
   const char* scales = nullptr;                   // null: there are none behind a block's values
   int bytes = 0, scale_bytes = 0;
 
-  // The share from `begin` to `end` of it, both in parts of one.
-  INLINE void ask(float begin, float end) const {
+  static constexpr int kAll = 16;  // parts
+
+  // The parts from `begin` to `end` of it.
+  INLINE void ask(int begin, int end) const {
     constexpr int kIntoL2 = 2;  // measured: a tile's worth of requests is too much for the first level
     if (!keys) return;
     if (scales && begin == 0 && may_ask(scales, 0, scale_bytes + 2)) {
       __builtin_prefetch(scales, 0, kIntoL2);
       __builtin_prefetch(scales + scale_bytes, 0, kIntoL2);
     }
-    const int from = int(bytes * begin) / 64 * 64, to = int(bytes * end) / 64 * 64;
+    const int from = bytes * begin / kAll / 64 * 64, to = bytes * end / kAll / 64 * 64;
     if (!may_ask(keys, from, to) || !may_ask(values, from, to)) return;
     for (int i = from; i < to; i += 64) {
       __builtin_prefetch(keys + i, 0, kIntoL2);

@@ -127,7 +127,7 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
     for (int lane = 0; lane < N; lane++) total[lane] = sum[lane], highest[lane] = fill(-INFINITY), ref[lane] = reference[lane];
     for (int g = 0; g < tile.keys.groups; g++) {
       vf x[kLanes];
-      ahead[g].ask(kScoring, is_common() ? kWeighing : 1);
+      ahead[g].ask(kScoring, is_common() ? kWeighing : Ahead::kAll);
       scores_of<N, kPlain>(tile, g, x);
       uint32_t* to = weights + g * rows * kGroup;
       const vf v_scale = is_quantized ? load(tile.keys.v_scale + g * kGroup) : fill(1);
@@ -168,7 +168,7 @@ class Fours : public FourLanes<Fours, KeyTile<Bf16>> {
       const uint16_t* coming = keys.values(tile.keys, 0, 0);
       for (int g = 0; g < tile.keys.groups; g++) {
         const uint16_t* v = coming;
-        ahead[g].ask(kWeighing, 1);
+        ahead[g].ask(kWeighing, Ahead::kAll);
         // A tile is not loaded from what was stored just before.
         if (g + 1 < tile.keys.groups) coming = keys.values(tile.keys, g + 1, (g + 1) % 2);
         settle();

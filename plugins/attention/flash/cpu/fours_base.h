@@ -22,7 +22,7 @@ class FourLanes {
   static constexpr Ahead kNothing[kTile / kGroup]{};
   // Memory is asked a little at a time, for requests beyond some ten hold up what follows: shares of a group's until it is scored
   // and until it is weighed.
-  static constexpr float kScoring = 0.125f, kWeighing = 0.5f;
+  static constexpr int kScoring = 2, kWeighing = 8;
 
   const Call& c;
   const Item& item;
@@ -50,6 +50,7 @@ class FourLanes {
   }
 
   Kernel& self() { return *(Kernel*)this; }
+  const Kernel& self() const { return *(const Kernel*)this; }
 
   INLINE void attend_to_keys() {
     Tile *tile = &tiles[0], *coming = &tiles[1];
@@ -57,7 +58,7 @@ class FourLanes {
     for (bool is_first = true, is_last = false; !is_last; is_first = false, std::swap(tile, coming)) {
       is_last = tile->keys.start + kTile >= item.key_last;
       if (is_first && !is_last) {
-        for (int g = 0; g < tile->keys.groups; g++) tile->ahead[g].ask(kScoring, 1);
+        for (int g = 0; g < tile->keys.groups; g++) tile->ahead[g].ask(Kernel::kScoring, Ahead::kAll);
       }
       if (!is_last) score_and_look_ahead(*coming, tile->keys.start + kTile);
       ahead = !is_last ? coming->ahead : is_first ? tile->ahead : kNothing;

@@ -108,18 +108,26 @@ class Planner {
   Prefixes prefixes;
   int64_t share = 1;  // of the cost, for an item
 
-  // Into the shares that threads begin with: to each in turn the dearest that is left.
+  // Into the shares that threads begin with: to each in turn the dearest that is left, or for all heads the decodes of the same
+  // keys. These wait for memory, and what heads read lies side by side: a thread that was just told where the pages of one
+  // head's part of a block are need not ask for the next head's.
   void deal_out() {
     const int64_t count = items.size(), threads = std::min(how.threads, count);
-    std::vector<Item> dealt;
-    dealt.reserve(count);
-    int64_t rest = threads ? count / threads * threads : 0;
-    for (int64_t t = 0; t < threads; t++) {
-      const int64_t share = lab::share_begin(count, t + 1, threads) - lab::share_begin(count, t, threads);
-      for (int64_t i = 0; i < count / threads; i++) dealt.push_back(items[i * threads + t]);
-      if (share > count / threads) dealt.push_back(items[rest++]);
+    std::vector<std::vector<Item>> shares(threads);
+    const auto is_full = [&](int64_t t) {
+      return int64_t(shares[t].size()) == lab::share_begin(count, t + 1, threads) - lab::share_begin(count, t, threads);
+    };
+    for (int64_t i = 0, t = 0; i < count; i++) {
+      if (i > 0 && !read_together(items[i - 1], items[i])) t = (t + 1) % threads;
+      while (is_full(t)) t = (t + 1) % threads;
+      shares[t].push_back(items[i]);
     }
-    items = std::move(dealt);
+    items.clear();
+    for (const std::vector<Item>& share : shares) items.insert(items.end(), share.begin(), share.end());
+  }
+
+  bool read_together(const Item& a, const Item& b) const {
+    return a.q_count * group <= kDotLanes && std::tie(a.row, a.key_first, a.q_first) == std::tie(b.row, b.key_first, b.q_first);
   }
 
   // As many tokens as share a tile's packing, unless threads would go without work.
@@ -185,21 +193,21 @@ class Planner {
         shared[row.shared_at + done + i] = {int32_t(row.q_first + done + i), int32_t(num_partials + i * group), int32_t(lanes),
                                             int32_t(splits), num_counters};
       }
-      for (int64_t head = 0; head < kv_heads; head++) {
-        for (int64_t s = row.shared_splits; s < splits; s++) {
+      for (int64_t s = row.shared_splits; s < splits; s++) {
+        for (int64_t head = 0; head < kv_heads; head++) {
           const int64_t at = start + (s - row.shared_splits) * piece;
           Item item = item_of(r, head, std::max(first, at), std::min(last, at + piece), lanes);
           item.q_first = row.q_first + done, item.q_count = count;
           item.position = position;
           item.split = s, item.num_splits = splits;
-          item.partial = num_partials, item.counter = num_counters;
+          if (splits > 1) item.partial = num_partials + head * splits * lanes, item.counter = num_counters + head;
           item.tree_start = row.tree_start;
           items.push_back(item);
         }
-        if (splits > 1) {
-          num_partials += splits * lanes;
-          num_counters++;
-        }
+      }
+      if (splits > 1) {
+        num_partials += kv_heads * splits * lanes;
+        num_counters += kv_heads;
       }
     }
   }

@@ -123,21 +123,31 @@ struct Bf16 {
     return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), _mm512_loadu_si512(from));
   }
 
-  // Of e4m3, unless some are subnormal, zero or NaN. A bf16 over 2^8 has the exponent 112 higher: below the sign in the upper
-  // byte is 0111 and the upper three bits of the exponent, in the lower one its last bit and the fraction.
+  // Of 64 numbers each the lower and the upper byte of the bf16 that it is.
+  struct Bytes {
+    __m512i lower, upper;
+    INLINE void store(uint16_t* to) const { interleave(lower, upper, to); }
+  };
+
+#ifdef __GFNI__
+  // Twice the magnitude of e4m3 and 2, as a byte: 16 and less of subnormal numbers, zero and NaN.
+  static INLINE __m512i kind_of(__m512i x) { return _mm512_add_epi8(_mm512_add_epi8(x, x), _mm512_set1_epi8(2)); }
+  static INLINE bool are_normal(__m512i kinds) { return _mm512_cmple_epu8_mask(kinds, _mm512_set1_epi8(16)) == 0; }
+
+  // Of other e4m3. A bf16 over 2^8 has the exponent 112 higher: below the sign in the upper byte is 0111 and the upper three
+  // bits of the exponent, in the lower one its last bit and the fraction. They are made by matrices whose rows say which bit of
+  // x each of them is, from the highest.
+  static INLINE Bytes normal_bytes(__m512i x) {
+    return {_mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x0000000001020408), 0),
+            _mm512_gf2p8affine_epi64_epi8(x, _mm512_set1_epi64(0x1020400000000080), 0x38)};
+  }
+#endif
+
   static INLINE bool widen_normal(const int8_t* from, uint16_t* to) {
 #ifdef __GFNI__
-    const auto others = [](__m512i x) {  // twice the magnitude, as a byte, is below 16 or is 254
-      const __m512i y = _mm512_add_epi8(_mm512_add_epi8(x, x), _mm512_set1_epi8(2));
-      return _mm512_cmple_epu8_mask(y, _mm512_set1_epi8(16));
-    };
     const __m512i x[2] = {in_turn(from), in_turn(from + 64)};
-    if (__builtin_expect((others(x[0]) | others(x[1])) != 0, false)) return false;
-    const __m512i upper = _mm512_set1_epi64(0x1020400000000080), lower = _mm512_set1_epi64(0x0000000001020408);
-    for (int i = 0; i < 2; i++) {  // bits by matrices whose rows say which bit of x each of them is, from the highest
-      const __m512i low = _mm512_gf2p8affine_epi64_epi8(x[i], lower, 0);
-      interleave(low, _mm512_gf2p8affine_epi64_epi8(x[i], upper, 0x38), to + 64 * i);
-    }
+    if (__builtin_expect(!are_normal(_mm512_min_epu8(kind_of(x[0]), kind_of(x[1]))), false)) return false;
+    for (int i = 0; i < 2; i++) normal_bytes(x[i]).store(to + 64 * i);
     return true;
 #else
     return false;
@@ -146,18 +156,40 @@ struct Bf16 {
 
   template <Type kFrom>
   static INLINE void widen_by_table(const int8_t* from, uint16_t* to) {
+    for (int i = 0; i < kAtOnce; i += 64) bytes_by_table<kFrom>(in_turn(from + i)).store(to + i);
+  }
+
+  template <Type kFrom>
+  static INLINE Bytes bytes_by_table(__m512i x) {
     alignas(64) static constexpr Halves kHalves(kFrom);
     const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
     const __m512i low0 = _mm512_loadu_si512(kHalves.lower), low1 = _mm512_loadu_si512(kHalves.lower + 64);
     const __m512i high0 = _mm512_loadu_si512(kHalves.upper), high1 = _mm512_loadu_si512(kHalves.upper + 64);
-    for (int i = 0; i < kAtOnce; i += 64) {
-      const __m512i x = in_turn(from + i);
-      const __m512i magnitude = kFrom == Type::i8 ? _mm512_abs_epi8(x) : x;
-      const __m512i lower = _mm512_permutex2var_epi8(low0, magnitude, low1);
-      const __m512i positive = _mm512_permutex2var_epi8(high0, magnitude, high1);
-      interleave(lower, _mm512_ternarylogic_epi64(positive, x, sign, 0xf8), to + i);  // positive | (x & sign)
-    }
+    const __m512i magnitude = kFrom == Type::i8 ? _mm512_abs_epi8(x) : x;
+    const __m512i positive = _mm512_permutex2var_epi8(high0, magnitude, high1);
+    const __m512i upper = _mm512_ternarylogic_epi64(positive, x, sign, 0xf8);  // positive | (x & sign)
+    return {_mm512_permutex2var_epi8(low0, magnitude, low1), upper};
   }
+
+  // 64 numbers each of four rows of e4m3, as they lie there.
+  static INLINE void bytes_of_four(const char* from, int stride, Bytes (&to)[4]) {
+    __m512i x[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(from + i * stride);
+#ifdef __GFNI__
+    __m512i kinds = kind_of(x[0]);
+#pragma GCC unroll 4
+    for (int i = 1; i < 4; i++) kinds = _mm512_min_epu8(kinds, kind_of(x[i]));
+    if (__builtin_expect(are_normal(kinds), true)) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) to[i] = normal_bytes(x[i]);
+      return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) to[i] = bytes_by_table<Type::fp8>(x[i]);
+  }
+
   static INLINE Words ones() { return _mm512_set1_epi32(0x3f80'3f80); }
 };
 #endif

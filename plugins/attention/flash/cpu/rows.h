@@ -117,16 +117,20 @@ struct Keys {
   const Item& item;
   const Item* next;
 
+  const int shift = c.block_size & (c.block_size - 1) ? -1 : __builtin_ctz(c.block_size);  // divisions are slow
+
   int first() const { return item.key_first / kGroup * kGroup; }
+  INLINE int block_of(int position) const { return shift >= 0 ? position >> shift : position / c.block_size; }
+  INLINE int offset_of(int position) const { return shift >= 0 ? position & (c.block_size - 1) : position % c.block_size; }
 
   // The block's keys, values and scales of the item's KV head.
   INLINE const char* head_of(const Item& of, int position) const {
-    const int32_t block = c.blocks[of.row * c.blocks_stride + position / c.block_size];
+    const int32_t block = c.blocks[of.row * c.blocks_stride + block_of(position)];
     return (const char*)c.kv + (int64_t(block) * c.num_kv_heads + of.kv_head) * c.head_bytes;
   }
 
   INLINE const char* key_row(const Item& of, int position) const {
-    return head_of(of, position) + position % c.block_size * c.padded_dim * size_of(c.kv_type);
+    return head_of(of, position) + offset_of(position) * c.padded_dim * size_of(c.kv_type);
   }
 
   INLINE void fetch(int start, KeyTile<N>& tile) const {
@@ -155,7 +159,7 @@ struct Keys {
     tile.stored_v[g] = nullptr;
     const int p = tile.start + g * kGroup;
     const bool whole = p >= item.key_first && p + kGroup <= item.key_last;
-    const bool in_one_block = p % c.block_size + kGroup <= c.block_size;
+    const bool in_one_block = offset_of(p) + kGroup <= c.block_size;
     if (c.kv_type == N::kType && in_one_block) {
       tile.k[g] = (const Element*)key_row(item, p);
       tile.v[g] = tile.k[g] + int64_t(c.block_size) * c.padded_dim;
@@ -296,14 +300,14 @@ struct Keys {
       if (p >= next->key_last) return {};
       of = next;
     }
-    const int offset = p % c.block_size, rows = std::min(kGroup, c.block_size - offset);
+    const int offset = offset_of(p), rows = std::min(kGroup, c.block_size - offset);
     const int64_t bytes = c.padded_dim * size_of(c.kv_type), values = c.block_size * bytes;
     const char *head = head_of(*of, p), *row = head + offset * bytes;
     const char* scales = c.is_quantized() && !c.fixed_scales ? head + 2 * (values + offset) : nullptr;
     return {row, row + values, scales, int(rows * bytes), int(2 * c.block_size)};
   }
 
-  INLINE void prefetch(int start, int g) const { ahead(start, g).ask(0, 1); }
+  INLINE void prefetch(int start, int g) const { ahead(start, g).ask(0, Ahead::kAll); }
 };
 
 // The result of one query vector: its values over the sum of their weights, and what the weights sum up to. A sink is one weight
