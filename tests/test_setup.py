@@ -115,6 +115,24 @@ def test_a_second_run_installs_nothing(made):
     assert builds(checkout) == before
 
 
+@pytest.mark.parametrize(
+    ("version", "cuda", "hip", "told"),
+    [
+        ("2.13.0+cpu", None, None, "torch 2.13.0+cpu built for the CPU"),
+        ("2.13.0+cu130", "13.0", None, "torch 2.13.0+cu130 built for CUDA 13.0"),
+        ("2.13.0+rocm7", None, "7.0", "torch 2.13.0+rocm7 built for ROCm 7.0"),
+    ],
+)
+def test_the_last_line_says_which_torch_there_is(made, version, cuda, hip, told):
+    checkout, _ = made
+    (checkout / "torch").mkdir(exist_ok=True)
+    (checkout / "torch" / "__init__.py").write_text("raise SystemExit('this takes seconds')")
+    (checkout / "torch" / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\nhip = {hip!r}\n")
+    done = script(checkout, "setup")
+    assert done.stderr.splitlines()[-1].endswith(f", {told})"), done.stderr
+    shutil.rmtree(checkout / "torch")
+
+
 def test_run_passes_its_arguments_on_and_stays_in_the_callers_folder(made, tmp_path):
     checkout, _ = made
     (tmp_path / "lab.py").write_text("raise SystemExit('a file of the working folder was run')")

@@ -20,7 +20,7 @@ from lab.bench.sender import Planned, Sender, plan
 from lab.capabilities import Needs
 from lab.contracts.sink import RunInfo
 from lab.contracts.workload import ModelFacts
-from lab.engine.resolution import Resolved, resolve
+from lab.engine.resolution import Resolved, resolve, told
 from lab.engine.stack import Stack, build_stack
 from lab.engine.tokenizer import encode
 from lab.errors import UserError
@@ -139,6 +139,7 @@ def _prepare(
     recorder = Recorder(engine, sinks, settings.goodput, startup_s, device, limits)
     sinks.start(RunInfo(folder, config, records))
     profile = Profile(stack, limits) if settings.profile else None
+    log.info("plugins: %s", told(records))
     log.info("running %d requests", len(planned))
     return _Job(stack, planned, recorder, sinks, progress_view(settings.tracking.progress, len(planned)), profile)
 

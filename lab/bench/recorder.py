@@ -88,6 +88,7 @@ class Recorder:
         self._startup_s = startup_s
         self._device = device
         self._floors = floors
+        self._first_token_s: set[float] = set()  # when steps brought first tokens: those of one step have one time
         self._cpu = CpuWatch()  # from the run's start
 
     def start(self, now_s: float) -> None:
@@ -130,6 +131,7 @@ class Recorder:
     def _lines(self, output: RequestOutput, planned: Planned) -> list[dict[str, Any]]:
         self.last_s = self._engine.clock()
         lines = request_lines(output, self.start_s)
+        self._first_token_s.update(times[0] for sample in output.outputs if (times := sample.timeline.token_times_s))
         if planned.item.reference is not None:
             lines[0]["reference"] = planned.item.reference
         if planned.item.category is not None:
@@ -156,6 +158,7 @@ class Recorder:
         blocks, facts = self._engine.blocks, self._engine.facts
         found = self.requests.metrics(self.last_s - self.start_s)
         found["num_steps"] = self.steps.num_steps
+        found["num_first_token_steps"] = len(self._first_token_s)
         if self._cpu.seconds >= SHORTEST_WATCH_S and (share := self._cpu.busy_share()) is not None:
             found["others_cpu_share"] = share
         if blocks.enable_prefix_caching:
@@ -169,6 +172,7 @@ class Recorder:
             "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
             "bytes_per_token": facts.kv_bytes_per_token,
+            "bytes_per_block": facts.kv_bytes_per_block,
             "peak_used_blocks": blocks.peak_used,
             "waste_fraction": self.requests.waste_fraction,
         }

@@ -8,11 +8,12 @@ from lab.capabilities import Needs, unmet
 from lab.registry import BrokenPlugin, Entry
 
 CGROUP = Path("/sys/fs/cgroup")
+DEV = Path("/dev")
 
 
 def devices() -> list[str]:
-    """The kinds of device that are present, `cpu` always."""
-    return ["cpu", *(["cuda"] if any(Path("/dev").glob("nvidia[0-9]*")) else [])]
+    """The kinds of device that are present, `cpu` always. Below Windows the driver of its GPU is `dxg`."""
+    return ["cpu", *(["cuda"] if any(DEV.glob("nvidia[0-9]*")) or (DEV / "dxg").exists() else [])]
 
 
 def unusable(entry: Entry) -> list[str]:

@@ -28,6 +28,7 @@ def run(arguments: Arguments) -> int:
         from lab.cli.sweep import run_sweep
 
         return run_sweep(plan, arguments)
+    _refuse_folder_of_a_sweep(overrides)
     composed = compose_run(overrides, arguments.config_dirs)
     if arguments.print_config:
         print(to_yaml(composed.settings), end="")
@@ -46,6 +47,15 @@ def run(arguments: Arguments) -> int:
         _fill(config, to_yaml(composed.settings))
         job = import_interruptibly("lab.bench.job")  # brings torch, which an answer to a typo must not wait for
         return job.run_job(composed.settings, folder, config=to_plain(composed.settings), as_json=arguments.json)
+
+
+def _refuse_folder_of_a_sweep(overrides: list[str]) -> None:
+    """A point of a sweep is told its sweep's folder, and that it is a single run (hydra.mode); else the name is a mistake."""
+    names = [text.lstrip("+").partition("=")[0] for text in overrides]
+    if "hydra.sweep.dir" in names and "hydra.mode" not in names:
+        raise UserError(
+            "hydra.sweep.dir names the folder of a sweep: add -m, or name that of this run by hydra.run.dir=FOLDER."
+        )
 
 
 def _claim(folder: Path) -> IO[str]:

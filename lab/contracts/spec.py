@@ -168,6 +168,7 @@ class Proposer(Plugin):
     num_scratch: int | None = None  # positions that its own layers need in one `propose`; None: num_drafts; after bind
     attention_layers: "Sequence[AttentionLayer]" = ()  # its own, numbered from 0; after bind
     aux_layers: Sequence[int] = ()  # of the target: what enters these is passed to `observe`; after bind
+    model_path: str | None = None  # of a model that it will have Target.load_model load; before bind, for the core to look at
     lookahead: int = 0  # what its layers keep for a position may depend on so many tokens after it; the prefix cache must know
 
     def start(self, row: int, request: "NewRow") -> None:  # noqa: B027 - most have nothing to note
@@ -175,6 +176,12 @@ class Proposer(Plugin):
 
     def end(self, row: int, tokens: "np.ndarray") -> None:  # noqa: B027 - most have nothing to forget
         """The row's request is gone: it ended, or was preempted. `tokens` are its prompt and output, a view of the row."""
+
+    def check_target(self, name: str) -> None:  # noqa: B027 - most need nothing beside the target
+        """Raise UserError where what is needed for the target of this name, as model.path has it, is not there.
+
+        Called before the target's weights are read; `bind` would say the same much later.
+        """
 
     def bind(self, target: Target) -> None:
         """Take the target, and load what is needed for it. Raises UserError when they do not fit."""

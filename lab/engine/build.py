@@ -34,10 +34,10 @@ from lab.model.decoder import attention_layer
 from lab.model.layers.fused import NAMESPACE as LAYERS_LIBRARY
 from lab.model.layers.fused import SOURCES as LAYERS_SOURCES
 from lab.model.load import load_model, weights_bytes
-from lab.model.source import resolve_model
+from lab.model.source import check_tokenizer, resolve_model
 from lab.runner.draft_cache import scratch_blocks, scratch_positions
 from lab.runner.runner import Limits, Runner
-from lab.runner.target import BoundTarget
+from lab.runner.target import BoundTarget, find_draft_model
 from lab.sampling_params import SamplingParams
 from lab.sched.scheduler import Scheduler
 from lab.settings import CacheSettings, PluginChoice, Settings
@@ -52,15 +52,14 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
     registry.discover()
     device = choose_device(settings)
     num_threads = _set_num_threads(settings.num_threads)
-    folder = resolve_model(settings.model.path)
-    config = read_config(folder)
+    folder, config = _find_model(settings)
     dtype = choose_dtype(settings.model.dtype, config, device)
     max_model_len = _max_model_len(settings, config)
     ranges = ranges_of(settings.cache)
 
     common = {"device": device.type, "dtype": dtype_name(dtype), "features": _asked_of_all(settings)}
     chosen = _choose_plugins(settings, config, common)
-    proposer = chosen["spec"].make()
+    proposer = _make_proposer(settings, chosen["spec"], config, max_model_len)
     shapes = [attention_layer(config, layer, "") for layer in range(config.num_layers)]
     likely = resolve_for_shapes(settings, shapes, dtype, device, asked_by_drafts(proposer, is_bound=False))
     check_trees_fit(settings, shapes, proposer)
@@ -106,13 +105,13 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
 
     kv_dtype = dtype_name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
-    report_cache(blocks, grouping, max_model_len)
+    report_cache(blocks, grouping, max_model_len, block_bytes)
     scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
         model_config=config,
         model_name=settings.model.path,
-        tokenizer_folder=Path(settings.model.tokenizer) if settings.model.tokenizer else folder,
+        tokenizer_folder=Path(settings.model.tokenizer).expanduser() if settings.model.tokenizer else folder,
         max_model_len=max_model_len,
         device=device.type,
         dtype=dtype_name(dtype),
@@ -126,6 +125,21 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
         compile=_compile_facts(compiled, runner),
     )
     return Engine(settings, scheduler, blocks, executor, facts, clock)
+
+
+def _find_model(settings: Settings) -> tuple[Path, ModelConfig]:
+    check_tokenizer(settings.model.tokenizer)
+    folder = resolve_model(settings.model.path)
+    return folder, read_config(folder)
+
+
+def _make_proposer(settings: Settings, resolved: Resolved, config: ModelConfig, max_model_len: int) -> Proposer:
+    """The proposer, not bound yet; what it will need is there."""
+    proposer = resolved.make()
+    proposer.check_target(settings.model.path)
+    if proposer.model_path is not None:
+        find_draft_model(proposer.model_path, config, max_model_len)
+    return proposer
 
 
 def _scheduler(

@@ -7,6 +7,7 @@ from lab.contracts.spec import Proposer
 from lab.kv.blocks import BlockManager
 from lab.kv.grouped import GroupedBlockManager
 from lab.kv.groups import Full, Grouping, LayerCache, group_layers, need_of
+from lab.kv.sizing import GIB
 from lab.sched.limits import reach
 from lab.settings import CacheSettings, Settings
 
@@ -56,8 +57,8 @@ def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dt
     return GroupedBlockManager(num_blocks, cache.block_size, grouping.needs, reach=most, **options)
 
 
-def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int) -> None:
-    """Say how much the cache holds. With groups the tokens are those of requests of the greatest length."""
+def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int, block_bytes: int) -> None:
+    """Say how much the cache holds, and in what. With groups the tokens are those of requests of the greatest length."""
     concurrency = blocks.num_blocks / blocks.blocks_for(max_len)
     if grouping.is_plain:
         num_tokens = blocks.num_blocks * blocks.block_size
@@ -66,7 +67,13 @@ def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int) -> None
         num_tokens = int(concurrency * max_len)
         kinds = [f"{'all' if isinstance(need, Full) else f'a window of {need.window}'} tokens" for need in grouping.needs]
         log.info("KV groups: %s", "; ".join(f"{kinds.count(kind)} of layers that keep {kind}" for kind in dict.fromkeys(kinds)))
-    log.info("KV cache: %s tokens, maximum concurrency for %s tokens: %.2f", f"{num_tokens:,}", f"{max_len:,}", concurrency)
+    log.info(
+        "KV cache: %s tokens in %.2f GiB, maximum concurrency for %s tokens: %.2f",
+        f"{num_tokens:,}",
+        blocks.num_blocks * block_bytes / GIB,
+        f"{max_len:,}",
+        concurrency,
+    )
 
 
 def row_slack(blocks: BlockManager, block_tokens: float) -> float:

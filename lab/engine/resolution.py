@@ -1,11 +1,14 @@
 """Which plugin serves each component of a run, decided once at start and written down."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lab import registry
 from lab.capabilities import Capabilities, Needs, Verdict, choose, unmet
 from lab.settings import PluginChoice
+
+USABLE = "usable; "  # begins the reason why a plugin that could have served was not chosen
 
 
 @dataclass(frozen=True)
@@ -75,4 +78,25 @@ def _parts(entry: registry.Entry, options: Any) -> dict[str, dict[str, Any]]:
 
 
 def _not_chosen(choice: PluginChoice, name: str) -> list[str]:
-    return [f"usable; '{name}' was asked for" if choice.name != "auto" else f"usable; '{name}' has a higher priority"]
+    return [f"{USABLE}'{name}' was asked for" if choice.name != "auto" else f"{USABLE}'{name}' has a higher priority"]
+
+
+def told(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The plugins that serve a run, from their records, in one line; without those that have nothing to do in it."""
+    parts = []
+    for kind in sorted(records, key=lambda kind: kind != "attention"):
+        record = records[kind]
+        is_idle = kind == "moe" and record["name"] == "none" or kind == "draft_length" and records["spec"]["name"] == "none"
+        is_further_layers = ".attention" in kind or kind.startswith("attention.")
+        if not is_idle and not (is_further_layers and record["name"] == records["attention"]["name"]):
+            parts.append(f"{kind}={record['name']}{_how(record)}")
+    return ", ".join(parts)
+
+
+def _how(record: Mapping[str, Any]) -> str:
+    """What the name alone does not say: why `auto` chose it, and what it is put together from."""
+    remarks = [f"{part} {its['name']}" for part, its in record.get("parts", {}).items()]
+    if record["asked_for"] == "auto":
+        others = sum(reasons[0].startswith(USABLE) for reasons in record["passed_over"].values())
+        remarks.append(f"auto: of {others + 1} usable ones the highest priority" if others else "auto: the only usable one")
+    return f" ({', '.join(remarks)})" if remarks else ""

@@ -7,8 +7,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from lab.errors import UserError
-
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+from lab.model.source import has_tokenizer
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -16,7 +15,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises UserError when there is one that cannot be read.
     """
-    if not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         return None
     from transformers import AutoTokenizer  # costs a second, which a model without tokenizer need not pay
 

@@ -123,12 +123,14 @@ def num_blocks_for(
     used = total - free
     budget = int(total * settings.memory_utilization) - used - step_bytes
     log.info(
-        "memory: %.1f GiB in all, %.1f in use, a full step needs %.2f; %.1f GiB for the KV cache (memory_utilization %g)",
+        "memory of the %s: %.1f GiB, of which %.1f are in use, weights included, and a full step needs %.2f; "
+        "cache.memory_utilization=%g leaves %.1f GiB for the KV cache",
+        "machine" if device.type == "cpu" else "GPU",
         total / GIB,
         used / GIB,
         step_bytes / GIB,
-        max(budget, 0) / GIB,
         settings.memory_utilization,
+        max(budget, 0) / GIB,
     )
     return _at_least_one(budget // block_bytes, f"cache.memory_utilization={settings.memory_utilization:g}", block_bytes)
 

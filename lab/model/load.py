@@ -88,7 +88,7 @@ def load_model(
         checkpoint.close()
     seconds, size = time.perf_counter() - started, weights_bytes(model) / 2**20
     what = "random weights (model.load_format=dummy)" if load_format == "dummy" else "weights"
-    log.info("loaded %s: %.0f MiB of %s in %.1f s", folder, size, what, seconds)
+    log.info("loaded %s in %.1f s: %.0f MiB of %s, as stored for computing", folder, seconds, size, what)
     return model.eval()
 
 

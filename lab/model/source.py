@@ -22,6 +22,7 @@ log = logging.getLogger("lab")
 
 KNOWN_DIR = Path(__file__).parent / "known"
 ORIGIN_NAME = "origin.json"  # in a folder of the cache: where its weights came from
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -49,15 +50,30 @@ def check_model(path: str) -> None:
             raise UserError(f"{local} has no config.json: it is not a model folder in transformers' format.")
     elif local.is_file():
         if local.suffix != ".gguf":
-            what = "model.path takes such a file, or a folder in transformers' format."
+            what = "A model is such a file, or a folder in transformers' format."
             raise UserError(f"{local.resolve()} is not a .gguf file. {what}")
     elif not _HUB_ID.fullmatch(path) or local.suffix == ".gguf":
         guess = nearest(path, known_names())
         hint = f" Did you mean '{guess}'?" if guess else ""
         raise UserError(
-            f"no model '{path}'.{hint}\nmodel.path takes a known name ({', '.join(known_names())}), a folder in "
+            f"no model '{path}'.{hint}\nA model is a known name ({', '.join(known_names())}), a folder in "
             "transformers' format, a .gguf file, or a hub id (owner/name)."
         )
+
+
+def check_tokenizer(path: str | None) -> None:
+    """Raises UserError where model.tokenizer names no folder with a tokenizer."""
+    if path is None:
+        return
+    if not Path(path).expanduser().is_dir():
+        raise UserError(f"model.tokenizer={path}: there is no such folder.")
+    if not has_tokenizer(Path(path).expanduser()):
+        raise UserError(f"model.tokenizer={path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one to load; it may still be damaged."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def resolve_model(path: str) -> Path:

@@ -40,6 +40,12 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def peaks(memory: Mapping[str, Any]) -> str:
+    """The most memory that the run's process held and, where its tensors are not there, the most that they took of the GPU."""
+    on_gpu = f", of its tensors on the GPU {size(memory['peak_device_bytes'])}" if "peak_device_bytes" in memory else ""
+    return f"peak of this process {size(memory['peak_rss_bytes'])}{on_gpu}"
+
+
 def weights(memory: Mapping[str, Any]) -> str:
     """What the weights take as they are stored and, where that is another size, the parameters themselves."""
     stored, parameters = size(memory["weights_bytes"]), size(memory["parameter_bytes"])
@@ -71,9 +77,10 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows += spec_rows(spec)
     if kv := metrics.get("kv"):
         share = kv["peak_used_blocks"] / kv["num_blocks"]
-        rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%})"))
+        taken = size(kv["peak_used_blocks"] * kv["bytes_per_block"])
+        rows.append(("KV cache", f"peak {kv['peak_used_blocks']:,} of {kv['num_blocks']:,} blocks ({share:.1%}), {taken}"))
     if memory := metrics.get("memory"):
-        rows.append(("memory", f"peak {size(memory['peak_rss_bytes'])}, weights {weights(memory)}"))
+        rows.append(("memory", f"{peaks(memory)}; weights {weights(memory)}"))
     roofline = metrics.get("roofline", {})
     if "floor_ratio" in roofline:
         step, floor = milliseconds(roofline["decode_step_ms"]), milliseconds(roofline["decode_floor_ms"])
@@ -101,14 +108,19 @@ def print_summary(metrics: Mapping[str, Any], stream: IO[str]) -> None:
     tables = [(["latency", *PERCENTILES], latency_rows(metrics))]
     tables.append((list(CATEGORY_HEADER), category_rows(metrics.get("categories", {}))))
     tables = [(header, rows) for header, rows in tables if rows]
-    if not stream.isatty():
+    if stream.isatty():
+        _draw(headline(metrics), tables, Console(file=stream))
+    else:
         print(plain_table([list(row) for row in headline(metrics)]), file=stream)
         for header, rows in tables:
             print("\n" + plain_table([header, *rows]), file=stream)
-        return
-    console = Console(file=stream)
+    if metrics.get("num_first_token_steps") == 1 and metrics["num_requests"] - metrics["num_failed"] > 1:
+        print("\nThe first tokens of all requests came in the same step: each TTFT is that of all prompts.", file=stream)
+
+
+def _draw(lines: Sequence[tuple[str, str]], tables: Sequence[tuple[list[str], list[list[str]]]], console: Console) -> None:
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in headline(metrics):
+    for name, value in lines:
         summary.add_row(f"[bold]{name}[/bold]", value)
     console.print(summary)
     for header, rows in tables:

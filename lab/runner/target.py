@@ -52,16 +52,21 @@ class BoundTarget:
         return load_mtp(folder or resolve_model(self.name), self.model, self.config, self.model.build)
 
     def load_model(self, path: str) -> nn.Module:
-        folder = resolve_model(path)
-        config = read_config(folder)
-        if config.vocab_size != self.config.vocab_size:
-            raise UserError(
-                f"the draft model {path} has a vocabulary of {config.vocab_size} tokens, the target one of "
-                f"{self.config.vocab_size}: they must be the same."
-            )
-        if config.max_position_embeddings < self.max_model_len:
-            raise UserError(
-                f"the draft model {path} takes {config.max_position_embeddings} positions, and contexts may have "
-                f"{self.max_model_len} tokens. Set model.max_model_len={config.max_position_embeddings}."
-            )
-        return self.load(folder, config)
+        return self.load(*find_draft_model(path, self.config, self.max_model_len))
+
+
+def find_draft_model(path: str, target: ModelConfig, max_model_len: int) -> tuple[Path, ModelConfig]:
+    """The folder and shape of a model that is to draft for `target`, fetched if need be. Raises UserError when it cannot."""
+    folder = resolve_model(path)
+    config = read_config(folder)
+    if config.vocab_size != target.vocab_size:
+        raise UserError(
+            f"the draft model {path} has a vocabulary of {config.vocab_size} tokens, the target one of "
+            f"{target.vocab_size}: they must be the same."
+        )
+    if config.max_position_embeddings < max_model_len:
+        raise UserError(
+            f"the draft model {path} takes {config.max_position_embeddings} positions, and contexts may have "
+            f"{max_model_len} tokens. Set model.max_model_len={config.max_position_embeddings}."
+        )
+    return folder, config

@@ -12,6 +12,8 @@ from typing import Any
 
 from lab.api import UserError, nearest
 
+SUFFIX = ".py"  # of a place that is a file, not a module
+
 
 def load_function(reference: str, option: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
     """The function that `reference` names, e.g. "alibi.py:slopes" (relative to the working folder) or "my.package:slopes".
@@ -23,9 +25,8 @@ def load_function(reference: str, option: str, parameters: tuple[str, ...]) -> C
     Raises:
         UserError: there is no such file, module or function, it cannot be imported, or it takes other arguments.
     """
-    place, colon, name = reference.rpartition(":")
-    if not (place and colon and name):
-        raise UserError(f"{option}='{reference}': write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.")
+    check_reference(reference, option)
+    place, _, name = reference.rpartition(":")
     module = _import(place, f"{option}='{reference}'")
     function = getattr(module, name, None)
     if not callable(function):
@@ -41,14 +42,24 @@ def load_function(reference: str, option: str, parameters: tuple[str, ...]) -> C
     return function
 
 
+def check_reference(reference: str, option: str) -> None:
+    """Raise UserError for a reference that is none, or whose file is not there; nothing is imported."""
+    place, colon, name = reference.rpartition(":")
+    if not (place and colon and name):
+        raise UserError(f"{option}='{reference}': write FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.")
+    if place.endswith(SUFFIX) and not _file(place).is_file():
+        raise UserError(f"{option}='{reference}': there is no file {_file(place)}.")
+
+
+def _file(place: str) -> Path:
+    return Path(place).expanduser().resolve()
+
+
 def _import(place: str, where: str) -> ModuleType:
-    is_file = place.endswith(".py")
-    path = Path(place).expanduser().resolve()
-    if is_file and not path.is_file():
-        raise UserError(f"{where}: there is no file {path}.")
     try:
-        if not is_file:
+        if not place.endswith(SUFFIX):
             return importlib.import_module(place)
+        path = _file(place)
         label = f"lab_functions_{path.stem}"
         spec = importlib.util.spec_from_file_location(label, path)
         assert spec is not None and spec.loader is not None, path

@@ -27,7 +27,7 @@ from torch.nn.attention import flex_attention as flex
 
 from lab.api import AttentionSpec, Capabilities, UserError, dataclass, register
 
-from ._functions import load_function
+from ._functions import check_reference, load_function
 from ._trees import RowTree
 from .sdpa import Group, Sdpa
 
@@ -67,8 +67,11 @@ class Flex(Sdpa):
     @classmethod
     def capabilities_with(cls, options: Any) -> Capabilities:
         """Functions of the user's own go by positions, which the nodes of a tree of drafts do not have one by one."""
-        if options.score_mod is None and options.mask_mod is None:
+        functions = {name: getattr(options, name) for name in ("score_mod", "mask_mod") if getattr(options, name) is not None}
+        if not functions:
             return cls.capabilities
+        for name, reference in functions.items():
+            check_reference(reference, f"attention.{name}")  # before the model is loaded
         return replace(cls.capabilities, features=cls.capabilities.features - {"tree_verify"})
 
     def __init__(self, options: Any, spec: AttentionSpec) -> None:

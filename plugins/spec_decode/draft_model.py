@@ -30,6 +30,7 @@ class DraftModel(Proposer):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self.model_path = options.model
         check_whole("num_drafts", options.num_drafts)
         self.num_drafts = options.num_drafts
 
@@ -37,10 +38,12 @@ class DraftModel(Proposer):
     def capabilities_with(cls, options: Options) -> Capabilities:
         return keeping_bits(cls.capabilities, options)
 
-    def bind(self, target: Target) -> None:
-        super().bind(target)
+    def check_target(self, name: str) -> None:
         if self.options.model is None:
             raise UserError("spec.model must be given: the draft model, named as model.path names models.")
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
         self._model = target.load_model(self.options.model)
         self.attention_layers = self._model.attention_layers
 

@@ -28,6 +28,7 @@ log = logging.getLogger("lab")
 
 DEFAULT_CHAIN = 4
 HEADS = Path(__file__).parent / "heads"
+CONFIG = "config.json"  # which a head of either format has
 SHIPPED = {"smollm2": ("smollm2-eagle3", "eagle3")}  # by model.path: the head's folder and format
 
 
@@ -57,7 +58,7 @@ class Eagle(Proposer):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         if options.head is not None:
-            head_folder(options.head)  # before the model is loaded
+            head_folder(options.head, CONFIG)  # before the model is loaded
         self.tree_optional = options.tree == "auto"
         self._take_shape(tree_of(options))
         self._last = LastStates()  # of the head's results
@@ -79,6 +80,9 @@ class Eagle(Proposer):
         self.num_drafts, self.tree_depth, self.num_scratch = DEFAULT_CHAIN if asked is None else asked, 0, None
         check_whole("num_drafts", self.num_drafts)
 
+    def check_target(self, name: str) -> None:
+        self._find(name)
+
     def bind(self, target: Target) -> None:
         super().bind(target)
         if self.tree_optional and self._tree is not None and (obstacle := target.tree_obstacle(self.tree_depth)):
@@ -86,7 +90,7 @@ class Eagle(Proposer):
             self._take_shape(None)
         if self.num_drafts >= target.max_model_len:
             raise UserError(f"spec.num_drafts {self.num_drafts}: contexts have at most {target.max_model_len} tokens.")
-        folder, kind = self._find(target)
+        folder, kind = self._find(target.name)
         self._head = target.load_head(folder, kind)
         if isinstance(self._tree, StaticTree):
             draft_ids = self._head.draft_ids
@@ -150,16 +154,16 @@ class Eagle(Proposer):
         with self.cache.running(batch):
             return self._head.run(states_TD, ids_T, batch.positions_T)
 
-    def _find(self, target: Target) -> tuple[Path, str]:
-        """The head's folder and format."""
+    def _find(self, target: str) -> tuple[Path, str]:
+        """The folder and format of the head for the target of this name."""
         if self.options.head is not None:
-            return head_folder(self.options.head), self.options.format
-        if target.name not in SHIPPED:
-            guess = nearest(target.name, SHIPPED)
+            return head_folder(self.options.head, CONFIG), self.options.format
+        if target not in SHIPPED:
+            guess = nearest(target, SHIPPED)
             hint = f" Did you mean model={guess}?" if guess else ""
             raise UserError(
-                f"lab brings no draft head for '{target.name}', only for {', '.join(SHIPPED)}.{hint} "
+                f"lab brings no draft head for '{target}', only for {', '.join(SHIPPED)}.{hint} "
                 "Name one with spec.head=FOLDER; `lab train-draft` makes one."
             )
-        folder, kind = SHIPPED[target.name]
+        folder, kind = SHIPPED[target]
         return HEADS / folder, kind

@@ -46,10 +46,12 @@ class Medusa(Proposer):
     def capabilities_with(cls, options: Options) -> Capabilities:
         return keeping_bits(cls.capabilities, options)
 
-    def bind(self, target: Target) -> None:
-        super().bind(target)
+    def check_target(self, name: str) -> None:
         if self.options.head is None:
             raise UserError("spec.head must be given: the folder of the Medusa heads.")
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
         folder = head_folder(self.options.head)
         self._heads = target.load_head(folder, "medusa1")
         if self._tree is not None and self._tree.depth > self._heads.num_heads:

@@ -50,7 +50,8 @@ def test_a_run_leaves_its_whole_record(run, capsys):
     resolved = json.loads((outcome.folder / "resolved.json").read_text())
     assert {"attention", "spec", "quant", "moe", "policy", "workload"} <= set(resolved)
     assert json.loads((outcome.folder / "env.json").read_text())["threads"] == 1
-    assert "running 2 requests" in (outcome.folder / "log.txt").read_text()
+    log = (outcome.folder / "log.txt").read_text()
+    assert "plugins: attention=" in log and "spec=none" in log and "running 2 requests" in log
     shown = capsys.readouterr().out
     assert "DEFGHIJK" in shown and "TTFT" in shown and str(outcome.folder) in shown
 
@@ -65,6 +66,12 @@ def test_waiting_in_the_queue_counts_in_ttft(run, clock):
         assert len(line["output_token_ids"]) == sum(line["tokens_per_step"]) == 15
         assert line["queue_ms"] + line["prefill_ms"] + line["decode_ms"] == pytest.approx(line["e2e_ms"], abs=1.0)
     assert first["arrival_s"] == second["arrival_s"] == 0.0
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_steps"), [(2, 1), (1, 2)])
+def test_steps_that_bring_first_tokens_are_counted(run, max_num_seqs, num_steps):
+    metrics = run([{"prompt": "ABC"}, {"prompt": "XYZa"}], scheduler=SchedulerSettings(max_num_seqs=max_num_seqs)).metrics
+    assert metrics["num_first_token_steps"] == num_steps
 
 
 def test_tokens_are_counted_as_the_model_gave_them(run, model, tmp_path):

@@ -71,7 +71,32 @@ def test_a_machine_that_was_slower_of_late_is_said_to_be():
 )
 def test_weights_that_are_packed_say_so(stored, text):
     memory = {"peak_rss_bytes": 1 << 30, "weights_bytes": stored << 20, "parameter_bytes": 257 << 20}
-    assert ("memory", f"peak 1.00 GiB, {text}") in headline({**METRICS, "memory": memory})
+    assert ("memory", f"peak of this process 1.00 GiB; {text}") in headline({**METRICS, "memory": memory})
+
+
+def test_memory_of_the_process_and_of_the_gpu_are_told_apart():
+    memory = {"peak_rss_bytes": 1 << 30, "peak_device_bytes": 5 << 30, "weights_bytes": 257, "parameter_bytes": 257}
+    assert dict(headline({**METRICS, "memory": memory}))["memory"] == (
+        "peak of this process 1.00 GiB, of its tensors on the GPU 5.00 GiB; weights 257 B"
+    )
+
+
+def test_the_cache_is_told_in_blocks_and_in_bytes():
+    kv = {"peak_used_blocks": 150, "num_blocks": 50_000, "bytes_per_block": 1 << 18}
+    assert ("KV cache", "peak 150 of 50,000 blocks (0.3%), 38 MiB") in headline({**METRICS, "kv": kv})
+
+
+@pytest.mark.parametrize(("num_steps", "told"), [(1, True), (2, False)])
+def test_equal_ttfts_are_explained_where_one_step_brought_all_first_tokens(num_steps, told):
+    stream = io.StringIO()
+    print_summary({**METRICS, "num_first_token_steps": num_steps}, stream)
+    assert ("came in the same step" in stream.getvalue()) == told
+
+
+def test_a_single_request_needs_no_such_word():
+    stream = io.StringIO()
+    print_summary({**METRICS, "num_requests": 3, "num_first_token_steps": 1}, stream)
+    assert "the same step" not in stream.getvalue()
 
 
 def test_plain_columns_line_up():

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import lab as lab_package
+from lab.cli import machine
 from lab.cli.folders import named_folder, new_folder
 from lab.config import compose, to_plain
 from lab.errors import UserError
@@ -108,6 +109,12 @@ def test_a_run_that_is_refused_with_results_says_where_they_are(lab, small, some
     assert json.loads((somewhere_else / "mine" / "metrics.json").read_text())["num_failed"] == 1
 
 
+def test_the_folder_of_a_sweep_without_a_sweep(lab, small, somewhere_else):
+    outcome = lab("run", *small, "hydra.sweep.dir=mine")
+    assert outcome.code == 2 and not list(somewhere_else.iterdir())
+    assert "hydra.sweep.dir names the folder of a sweep: add -m, or name that of this run by hydra.run.dir" in outcome.err
+
+
 def test_a_folder_that_cannot_be_made(lab, small):
     outcome = lab("run", *small, "hydra.run.dir=/proc/nothing/here")
     assert outcome.code == 2 and outcome.err.startswith("lab: cannot make the folder /proc/nothing/here:")
@@ -188,3 +195,21 @@ def test_a_named_folder_with_results_is_refused(tmp_path, file):
     )
     with pytest.raises(UserError, match=what):
         named_folder(tmp_path / "a")
+
+
+def test_a_gpu_that_is_not_here_is_told_before_torch_is_imported(tmp_path):
+    code = (
+        "import pathlib, sys\nfrom lab.__main__ import main\nfrom lab.cli import machine\n"
+        f"machine.DEV = pathlib.Path({str(tmp_path)!r})\n"
+        "code = main(['run', 'device=cuda'])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lab: device=cuda: there is no CUDA device here. Use device=cpu, or see `lab doctor`.\n"
+
+
+@pytest.mark.parametrize(("name", "found"), [("nvidia0", True), ("dxg", True), ("nvidiactl", False), ("null", False)])
+def test_a_gpu_is_seen_by_its_device_file(name, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "DEV", tmp_path)
+    (tmp_path / name).touch()
+    assert ("cuda" in machine.devices()) == found

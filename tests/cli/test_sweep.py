@@ -123,6 +123,8 @@ def test_a_wrong_point_is_told_before_any_is_run(lab, somewhere_else):
             "spec=eagle spec.format=eagle1,eagle3 spec.head=lost",
             "[1/2] spec.format=eagle1, [2/2] spec.format=eagle3: spec.head=lo",
         ),
+        ("spec=draft_model spec.model={model},smolm2", "[2/2] spec.model=smolm2: no model 'smolm2'. Did you mean 'smollm2'?"),
+        ("model.tokenizer={model},lost", "[2/2] model.tokenizer=lost: model.tokenizer=lost: there is no such folder."),
         ("cache.scales=one,lost.json", "[2/2] cache.scales=lost.json: cache.scales=lost.json: there is no such file."),
         (
             "tracking.sinks=[jsonl],[jsonll]",

@@ -1,10 +1,12 @@
 """Which plugin serves a component, and the record of the choice."""
 
+import re
+
 import pytest
 
 from lab.capabilities import Capabilities, Needs
 from lab.contracts.attention import Attention
-from lab.engine.resolution import resolve
+from lab.engine.resolution import resolve, told
 from lab.errors import UserError
 from lab.settings import PluginChoice
 from tests import plugin_files
@@ -53,3 +55,26 @@ def test_attention_without_sinks_is_passed_over_or_refused(own_registry):
     message = "attention plugin 'plain-in-test' cannot serve this run: it has no sinks.\nThese can: .*eager"
     with pytest.raises(UserError, match=message):
         resolve("attention", PluginChoice("plain-in-test"), needs)
+
+
+def test_what_serves_a_run_is_told_in_a_line(own_registry):
+    own_registry.discover()
+    cpu = Needs(device="cpu", dtype="float32", kv_dtype="float32", head_dim=16, block_size=16)
+    asked = {
+        "spec": ("spec", PluginChoice("none"), Needs()),
+        "moe": ("moe", PluginChoice("none"), cpu),
+        "draft_length": ("draft_length", PluginChoice("batch"), Needs()),
+        "attention": ("attention", PluginChoice("eager"), cpu),
+        "attention.1": ("attention", PluginChoice("eager"), cpu),
+    }
+
+    def line(**others):
+        return told({name: resolve(*of).record for name, of in {**asked, **others}.items()})
+
+    assert line() == "attention=eager, spec=none"
+    drafting = line(spec=("spec", PluginChoice("ngram"), Needs()))
+    assert drafting == "attention=eager, spec=ngram, draft_length=batch"
+    chosen = line(attention=("attention", PluginChoice("auto"), cpu))
+    assert re.match(r"attention=\w+ \(auto: of \d+ usable ones the highest priority\), spec=none, attention\.1=eager", chosen)
+    parts = line(attention=("attention", PluginChoice("hybrid", {"prefill": "sdpa", "decode": "eager"}), cpu))
+    assert parts.startswith("attention=hybrid (prefill sdpa, decode eager), ")

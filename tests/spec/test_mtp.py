@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     refused(folder, "spec.num_drafts 200: contexts have at most 128", "spec.num_drafts=200")
     refused(folder, "spec.head=/nowhere: there is no such folder", "spec.head=/nowhere")
     (tmp_path / "empty").mkdir()
-    refused(folder, r"no \*\.safetensors", f"spec.head={tmp_path / 'empty'}")
+    refused(folder, "holds no head: no file of weights", f"spec.head={tmp_path / 'empty'}")
     wide = draft_heads.mtp(tmp_path / "wide", plain, "mimo", hidden_size=96)
     refused(folder, r"token_layernorm\.weight' has shape \[96\]; the model needs \[64\]", f"spec.head={wide}")
     weights = load_file(folder / "model.safetensors")

@@ -116,7 +116,7 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path):
     for overrides, message in (
         ([f"spec.head={head}", "spec.num_drafts=3"], "spec.num_drafts 3: .* has 2 heads"),
         ([f"spec.head={medusa(tmp_path / 'narrow', target, size=32)}", "spec.num_drafts=1"], "hidden_size 32; this one has 64"),
-        ([f"spec.head={tmp_path / 'empty'}"], "has no Medusa heads"),
+        ([f"spec.head={tmp_path / 'empty'}"], "holds no head: no file of weights"),
         ([], "spec.head must be given"),
     ):
         with pytest.raises(UserError, match=message):

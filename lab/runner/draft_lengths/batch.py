@@ -16,7 +16,11 @@ from lab.api import Capabilities, DraftLength, UserError, Verified, register
 from lab.runner.draft_lengths._rates import AcceptanceRates, Prior, Turns, depth_of_drafts
 from lab.runner.draft_lengths._times import WEIGHT, StepTimes
 
-# Once drafts are off, only the few dry runs tell that they would pay: a few refusals at a request's start should not do that.
+# What is believed of acceptance before much was seen. Of a run's first requests: 0.7, as much as 5 drafts count for; of each
+# later one: the rate of all requests, as much as 10 do. What was seen fades by `decay` a step, so it never counts for more than
+# 20 steps. Once drafts are off, only the few dry runs tell that they would pay: with weaker beliefs two refusals at a request's
+# start turned drafts off for a hundred steps. In simulations by batch the stronger ones took the speed, in times that without
+# drafts, from 1.29 to 1.31, from 1.17 to 1.22 and from 1.06 to 1.07.
 SLOW_TO_DOUBT = Prior(guess=0.7, guess_weight=5.0, others_weight=10.0)
 
 
