@@ -121,26 +121,19 @@ class TestEveryInstructionSet:
         compare(FLASH, options, replace(case, num_heads=32, num_kv_heads=1, head_dim=32, block_size=1, num_padding=0))
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_invariant", "like"),
-    [
-        (((0, 90), (70, 17)), False, "avx512"),
-        (((40, 1), (90, 2), (30, 8)), False, "avx512_bf16"),
-        (((0, 90), (40, 1)), True, "avx512_bf16"),
-    ],
-)
-def test_products_of_floats_are_for_many_query_vectors(watched, rows, batch_invariant, like):
+MANY, FEW = ((0, 90), (70, 17)), ((40, 1), (90, 2), (30, 8))
+
+
+@pytest.mark.parametrize(("rows", "invariant", "like"), [(MANY, False, "floats"), (FEW, False, "pairs"), (MANY, True, "pairs")])
+def test_products_of_floats_are_for_many_query_vectors(watched, rows, invariant, like):
     """Where the processor makes them faster than those of bf16 pairs, and bits need not be the same for few."""
     if "avx512_mixed" not in watched.isas():
         pytest.skip("this machine has no avx512_mixed")
-    trial = Trial(Case(rows, dtype=torch.bfloat16, batch_invariant=batch_invariant), CPU, seed=1)
-    spec = spec_of(trial.case, CPU)
-    found = {
-        isa: trial.outputs(make_backend(FLASH, FLASH.options(isa=isa), spec))
-        for isa in ("avx512_mixed", "avx512_bf16", "avx512")
-    }
-    assert not torch.equal(found["avx512_bf16"], found["avx512"])
-    assert torch.equal(found["avx512_mixed"], found[like])
+    trial = Trial(Case(rows, dtype=torch.bfloat16, batch_invariant=invariant), CPU, seed=1)
+    backends = [make_backend(FLASH, FLASH.options(isa=f"avx512{k}"), spec_of(trial.case, CPU)) for k in ("_mixed", "_bf16", "")]
+    mixed_TNH, pairs_TNH, floats_TNH = map(trial.outputs, backends)
+    assert not torch.equal(pairs_TNH, floats_TNH)
+    assert torch.equal(mixed_TNH, pairs_TNH if like == "pairs" else floats_TNH)
 
 
 class TestBatchInvariance:

@@ -34,7 +34,7 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
 // Intel's processors take two cycles for a vector of bf16 products, four times as long as for one of floats, so that floats are
 // multiplied at twice the rate. That pays where keys and values, once made floats, serve more than one vector of lanes.
 static void attend_mixed(const Call& c, const Item& item, const Item* next, float* scratch) {
-  const bool pays = item.q_count * c.group > W && !c.batch_invariant;  // so that a token's bits never go by how many share its item
+  const bool pays = item.q_count * c.group > W && !c.batch_invariant;  // whose bits must not go by an item's lanes
   pays ? avx512_kernels()->attend(c, &item, 1, next, scratch) : attend(c, item, next, scratch);
 }
 
