@@ -1,6 +1,7 @@
 """The CPU kernels of linear layers against float64, on every path that this machine can take."""
 
 import platform
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 BUILDS = {"native": ()}
 if X86:
     BUILDS |= {"avx2": ("-march=haswell",), "portable": ("-march=x86-64",), "emulated": EMULATED}
-ALL_ROWS_BY_VECTORS = 1 << 30
-PATHS = ("native, all by tiles", "native, all by vectors", *(["emulated, all by tiles"] if X86 else []))
+NEVER = 1 << 30
+FROM_ROWS = {"all by tiles": (1, NEVER), "all by floats": (NEVER, 1), "all by vectors": (NEVER, NEVER)}  # tiles, floats
+PATHS = (*(f"native, {path}" for path in FROM_ROWS), *(["emulated, all by tiles"] if X86 else []))
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=f"cannot build here: {native.available()}")
 
@@ -30,13 +32,24 @@ def operators(build: str):
     return getattr(torch.ops, name)
 
 
+@contextmanager
+def forced(build: str, path: str):
+    """The kernels of a build, all rows taking the one path; no path leaves the choice to them."""
+    ops = operators(build)
+    tiles, floats = FROM_ROWS.get(path, (None, None))
+    before = ops.set_amx_from_rows(tiles or 2), ops.set_floats_from_rows(floats or 7)
+    try:
+        yield ops
+    finally:
+        ops.set_amx_from_rows(before[0])
+        ops.set_floats_from_rows(before[1])
+
+
 @pytest.fixture(params=[*BUILDS, *PATHS])
 def ops(request):
     build, _, path = request.param.partition(", ")
-    ops = operators(build)
-    before = ops.set_amx_from_rows({"all by tiles": 1, "all by vectors": ALL_ROWS_BY_VECTORS}.get(path, 2))
-    yield ops
-    ops.set_amx_from_rows(before)
+    with forced(build, path) as ops:
+        yield ops
 
 
 @pytest.fixture
@@ -99,13 +112,14 @@ def test_rows_divided_among_threads_and_inputs_in_slices(linear, dtype):
         torch.set_num_threads(before)
 
 
-def test_a_row_gets_the_same_bits_among_any_number_of_rows_by_tiles():
-    ops = operators("native")
+@pytest.mark.parametrize("path", ["all by tiles", "all by floats"])
+def test_a_row_gets_the_same_bits_among_any_number_of_rows_of_one_path(path):
     w_OI, x_TI = random(1000, 1536, dtype=torch.bfloat16), random(300, 1536, dtype=torch.bfloat16, seed=1)
     packed = _cpu_linear.pack(w_OI)
-    whole = ops.linear(x_TI, packed, 1000)
-    for rows in (2, 16, 33, 70):
-        assert torch.equal(ops.linear(x_TI[:rows], packed, 1000), whole[:rows])
+    with forced("native", path) as ops:
+        whole = ops.linear(x_TI, packed, 1000)
+        for rows in (2, 5, 9, 16, 33, 70):
+            assert torch.equal(ops.linear(x_TI[:rows], packed, 1000), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)

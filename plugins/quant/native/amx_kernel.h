@@ -14,19 +14,16 @@
 #pragma once
 
 #include "lab/tiles.h"
+#include "scratch.h"
 #include "sinks.h"
 
 #ifdef LAB_HAS_TILES
-#include <cstdlib>
-#include <memory>
-#include <new>
 
 namespace lab {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTile = kDepth * kLanes;      // values of a tile, 1 KiB
 constexpr int64_t kPart = kTileRows * kLanes;   // sums of a tile, 1 KiB
-constexpr int64_t kPanel = 1 << 19;             // weights of a panel at most, 1 MiB: half of the second cache
 constexpr int64_t kSliceSteps = 18;             // tiles; of a group 36 KiB, three quarters of the first cache
 constexpr int64_t kLine = 64;
 
@@ -44,29 +41,6 @@ inline void configure(int64_t rows) {
   asm volatile("" : : "r"(&tiles) : "memory");  // the intrinsic tells the compiler of its first 8 bytes only
   _tile_loadconfig(&tiles);
 }
-
-// Memory of this thread that lasts until the thread ends, so that no product asks the system for any.
-class Scratch {
- public:
-  template <typename T>
-  T* get(int64_t count) {
-    const size_t size = (count * sizeof(T) + 4095) / 4096 * 4096;
-    if (size > size_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(4096, size)));
-      if (!memory_) throw std::bad_alloc();
-      std::memset(memory_.get(), 0, size);
-      size_ = size;
-    }
-    return reinterpret_cast<T*>(memory_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  size_t size_ = 0;
-};
 
 // Weights that are fetched ahead of their use.
 struct Ahead {

@@ -27,7 +27,8 @@ struct Linear {
   int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }
 };
 
-constexpr int64_t kGroupRows = 32;  // rows whose sums AMX has in its registers together
+constexpr int64_t kGroupRows = 32;    // rows whose sums AMX has in its registers together
+constexpr int64_t kPanel = 1 << 19;   // weights that many rows pass over at a time, 1 MiB: half of the second cache
 
 // What one thread computes of a product: all sums of these rows and blocks.
 struct Share {

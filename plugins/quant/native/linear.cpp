@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "amx_kernel.h"
+#include "floats_kernel.h"
 #include "lab/team.h"
 #include "vector_kernel.h"
 
@@ -19,6 +20,7 @@ using lab::Share;
 using lab::Store;
 
 int64_t amx_from_rows = 2;  // one row is read as fast by the vector kernel, which needs no configuration
+int64_t floats_from_rows = 7;  // of fewer, products of pairs take no longer
 
 template <typename T, typename Sink>
 void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
@@ -27,6 +29,10 @@ void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
   } else {
 #ifdef LAB_HAS_TILES
     if ((linear.rows >= amx_from_rows || linear.batch_invariant) && lab::may_use_tiles()) return lab::by_tiles(linear, share, sink);
+#endif
+#ifdef __AVX512F__
+    const bool many = linear.rows >= floats_from_rows && !linear.batch_invariant;  // for whose bits one kernel serves all rows
+    if (many && lab::floats_are_faster()) return lab::by_floats(linear, share, sink);
 #endif
     lab::by_vectors<lab::Bf16Step>(linear, share, sink);
   }
@@ -191,6 +197,9 @@ at::Tensor argmax(const at::Tensor& x, const at::Tensor& packed, int64_t out_fea
 // For tests and measurements: from how many rows on tiles are used. Returns what it was before.
 int64_t set_amx_from_rows(int64_t rows) { return std::exchange(amx_from_rows, rows); }
 
+// Likewise for products of floats, where these are faster.
+int64_t set_floats_from_rows(int64_t rows) { return std::exchange(floats_from_rows, rows); }
+
 }  // namespace
 
 TORCH_LIBRARY(LAB_NAMESPACE, library) {
@@ -198,6 +207,7 @@ TORCH_LIBRARY(LAB_NAMESPACE, library) {
   library.def("gated(Tensor x, Tensor packed, int out_features, bool batch_invariant=False) -> Tensor");
   library.def("argmax(Tensor x, Tensor packed, int out_features, bool batch_invariant=False) -> Tensor");
   library.def("set_amx_from_rows(int rows) -> int", &set_amx_from_rows);
+  library.def("set_floats_from_rows(int rows) -> int", &set_floats_from_rows);
 }
 
 TORCH_LIBRARY_IMPL(LAB_NAMESPACE, CPU, library) {

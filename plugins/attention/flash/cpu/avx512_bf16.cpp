@@ -7,6 +7,7 @@
 
 #define FLASH_WIDTH 16
 #include "dot.h"
+#include "lab/products.h"
 #include "tile.h"
 #include "vectors.h"
 #include "vectors_i8.h"
@@ -31,8 +32,8 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
   attend_tiles<Bf16>(c, item, next, scratch);
 }
 
-// Intel's processors take two cycles for a vector of bf16 products, four times as long as for one of floats, so that floats are
-// multiplied at twice the rate. That pays where keys and values, once made floats, serve more than one vector of lanes.
+// Where the processor multiplies floats at twice the rate. That pays where keys and values, once made floats, serve more than one
+// vector of lanes.
 static void attend_mixed(const Call& c, const Item& item, const Item* next, float* scratch) {
   const bool pays = item.q_count * c.group > W && !c.batch_invariant;  // whose bits must not go by an item's lanes
   pays ? avx512_kernels()->attend(c, &item, 1, next, scratch) : attend(c, item, next, scratch);
@@ -45,7 +46,7 @@ const Kernels* avx512_bf16_kernels() {
 
 const Kernels* avx512_mixed_kernels() {
   static const Kernels kernels{"avx512_mixed", attend_each<attend_mixed>};
-  return __builtin_cpu_is("intel") ? &kernels : nullptr;
+  return lab::floats_are_faster() ? &kernels : nullptr;
 }
 
 }  // namespace flash
