@@ -28,36 +28,41 @@ SHAPES = {  # (outputs, inputs, layers)
     "lm_head": (49152, 576, 1),
 }
 NEVER = 1 << 30
+FROM_ROWS = {"vectors": (NEVER, NEVER), "floats": (NEVER, 1), "tiles": (1, NEVER)}  # tiles, and products of floats
 
 
 def kernels(weights: list[torch.Tensor], x: torch.Tensor, chosen: list[str]) -> dict[str, list[Callable[[], torch.Tensor]]]:
-    """A call for each weight, by the name of the kernel. `lab` is what the plugin does, the other two of ours force a path."""
+    """A call for each weight, by the name of the kernel. `lab` is what the plugin does, the others of ours force a path."""
     outputs = weights[0].shape[0]
     blocks = [_cpu_linear.pack(w) for w in weights]
     onednn = [torch.ops.mkldnn._reorder_linear_weight(w, None) for w in weights]
     calls = {
         "linear": [lambda w=w: functional.linear(x, w) for w in weights],
         "onednn": [lambda p=p: torch.ops.mkldnn._linear_pointwise(x, p, None, "none", [], "") for p in onednn],
-        **{name: [lambda b=b: _cpu_linear.linear(x, b, outputs) for b in blocks] for name in ("lab", "vectors", "tiles")},
+        **{name: [lambda b=b: _cpu_linear.linear(x, b, outputs) for b in blocks] for name in ("lab", *FROM_ROWS)},
     }
     return {name: calls[name] for name in chosen}
 
 
 def measure(calls: dict[str, list[Callable[[], torch.Tensor]]], seconds: float) -> dict[str, float]:
     """Seconds for all weights once, by kernel: the sum of each weight's least time."""
-    amx_from = {"vectors": NEVER, "tiles": 1}
     least = {name: [float("inf")] * len(of) for name, of in calls.items()}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for name, of in calls.items():
-            before = torch.ops.lab_linear.set_amx_from_rows(amx_from.get(name, _default_amx_from))
+            before = take_from(*FROM_ROWS.get(name, _default_from_rows))
             time.sleep(REST_S)
             for i, call in enumerate(of):
                 start = time.perf_counter()
                 call()
                 least[name][i] = min(least[name][i], time.perf_counter() - start)
-            torch.ops.lab_linear.set_amx_from_rows(before)
+            take_from(*before)
     return {name: sum(times) for name, times in least.items()}
+
+
+def take_from(tiles: int, floats: int) -> tuple[int, int]:
+    """From how many rows on our kernels take tiles, and products of floats. Returns what it was."""
+    return torch.ops.lab_linear.set_amx_from_rows(tiles), torch.ops.lab_linear.set_floats_from_rows(floats)
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -105,6 +110,6 @@ def _ratio(found: dict[str, float]) -> str:
 if __name__ == "__main__":
     if not _cpu_linear.ready():
         sys.exit("the kernels cannot be built here")
-    _default_amx_from = torch.ops.lab_linear.set_amx_from_rows(NEVER)
-    torch.ops.lab_linear.set_amx_from_rows(_default_amx_from)
+    _default_from_rows = take_from(NEVER, NEVER)
+    take_from(*_default_from_rows)
     main()

@@ -1,4 +1,4 @@
-// The product of bfloat16 of many rows by multiply-adds of float32, for processors that make these faster than products of pairs.
+// The product of bfloat16 of many rows by multiply-adds of float32, where these are faster than products of pairs.
 //
 //   a panel  of weights, up to 1 MiB, stays in the second cache while all groups of rows pass over it
 //   a group  of 12 rows is made float32 once for each panel, as steps of 16 inputs of each row: at fixed distances
@@ -29,8 +29,7 @@ inline void widen_rows(const Linear<BFloat16>& linear, int64_t row, int64_t end_
   }
 }
 
-// Adds w * x to the sum. Left to choose, GCC 12 moves sums between registers and to memory; and with the input in memory it is one
-// instruction for the processor to decode, not two.
+// Adds w * x to the sum. One instruction broadcasts x and multiplies; GCC 12 writes two, and moves sums between registers.
 inline Floats add_product(Floats sum, Floats w, const float& x) {
   asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(x));
   return sum;

@@ -31,7 +31,7 @@ void compute(const Linear<T>& linear, const Share& share, Sink& sink) {
     if ((linear.rows >= amx_from_rows || linear.batch_invariant) && lab::may_use_tiles()) return lab::by_tiles(linear, share, sink);
 #endif
 #ifdef __AVX512F__
-    const bool many = linear.rows >= floats_from_rows && !linear.batch_invariant;  // for whose bits one kernel serves all rows
+    const bool many = linear.rows >= floats_from_rows && !linear.batch_invariant;  // which takes one kernel for all rows
     if (many && lab::floats_are_faster()) return lab::by_floats(linear, share, sink);
 #endif
     lab::by_vectors<lab::Bf16Step>(linear, share, sink);

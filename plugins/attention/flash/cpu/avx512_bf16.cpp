@@ -32,8 +32,8 @@ static void attend(const Call& c, const Item& item, const Item* next, float* scr
   attend_tiles<Bf16>(c, item, next, scratch);
 }
 
-// Where the processor multiplies floats at twice the rate. That pays where keys and values, once made floats, serve more than one
-// vector of lanes.
+// Where the processor multiplies floats at twice the rate. That pays where keys and values, once made floats, serve more than
+// one vector of lanes.
 static void attend_mixed(const Call& c, const Item& item, const Item* next, float* scratch) {
   const bool pays = item.q_count * c.group > W && !c.batch_invariant;  // whose bits must not go by an item's lanes
   pays ? avx512_kernels()->attend(c, &item, 1, next, scratch) : attend(c, item, next, scratch);
