@@ -6,8 +6,10 @@ for a run: a name given by the user is used or refused with the reasons, never r
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from lab import native
 from lab.errors import UserError, unknown
@@ -127,11 +129,12 @@ def common(first: Capabilities, second: Capabilities, who: str) -> Capabilities:
     )
 
 
-def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:
+def choose(kind: str, name: str, verdicts: list[Verdict], options: Mapping[str, Any] = MappingProxyType({})) -> str:
     """The plugin to use among `verdicts` (one per registered plugin of the kind).
 
     Args:
         name: a plugin's name, which must be able to serve the run, or `auto` for the usable one of highest priority.
+        options: those given for it, which may be why it cannot.
 
     Raises:
         UserError: the named plugin cannot serve the run (with the reasons and who can), or nothing can.
@@ -145,7 +148,9 @@ def choose(kind: str, name: str, verdicts: list[Verdict]) -> str:
     verdict = next(v for v in verdicts if v.name == name)
     if verdict.reasons:
         others = ", ".join(v.name for v in usable) or "none"
-        raise UserError(f"{kind} plugin '{name}' cannot serve this run: {'; '.join(verdict.reasons)}.\nThese can: {others}.")
+        given = ", ".join(f"{kind}.{option}={value}" for option, value in options.items())
+        why = "; ".join(verdict.reasons) + (f" (with {given})" if given else "")
+        raise UserError(f"{kind} plugin '{name}' cannot serve this run: {why}.\nThese can: {others}.")
     return name
 
 

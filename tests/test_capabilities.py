@@ -78,6 +78,8 @@ def test_a_name_that_cannot_serve_is_refused_with_reasons_and_who_can():
         choose("attention", "best", VERDICTS)
     assert "'best' cannot serve this run: device cpu (it runs on cuda)." in str(error.value)
     assert "These can: slow, fast." in str(error.value)
+    with pytest.raises(UserError, match=r"\(it runs on cuda\) \(with attention.part=other\)\.\n"):
+        choose("attention", "best", VERDICTS, {"part": "other"})
 
 
 def test_auto_with_nobody_usable_lists_every_reason():

@@ -53,7 +53,8 @@ class _Lines:
         if now_s >= self._next_s:
             self._next_s = now_s + LINE_SECONDS
             rate = tokens / (now_s - self._begin_s)
-            log.info("%d of %d requests done, %s output tokens, %.0f per second", ended, self._total, f"{tokens:,}", rate)
+            per_s = f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+            log.info("%d of %d requests done, %s output tokens, %s per second", ended, self._total, f"{tokens:,}", per_s)
 
     def close(self) -> None:
         pass

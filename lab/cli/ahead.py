@@ -7,7 +7,7 @@ from lab import registry
 from lab.capabilities import Capabilities, Needs, unmet
 from lab.cli.machine import devices
 from lab.engine.resolution import resolve
-from lab.errors import UserError
+from lab.errors import UserError, nearest
 from lab.model.source import check_model, check_tokenizer
 from lab.settings import CacheSettings, PluginChoice, Settings
 
@@ -46,8 +46,10 @@ def check_packages(settings: Settings) -> None:
 
 def _check_scales(cache: CacheSettings) -> None:
     if cache.scales not in WAYS_TO_SCALE and not Path(cache.scales).expanduser().is_file():
+        guess = nearest(cache.scales, WAYS_TO_SCALE)
+        hint = f" Did you mean '{guess}'?" if guess else ""
         raise UserError(
-            f"cache.scales={cache.scales}: there is no such file.\n"
+            f"cache.scales={cache.scales}: there is no such file.{hint}\n"
             "Available: token_head, checkpoint, one, or a file of `lab calibrate`."
         )
 

@@ -9,11 +9,12 @@ from lab.registry import BrokenPlugin, Entry
 
 CGROUP = Path("/sys/fs/cgroup")
 DEV = Path("/dev")
+GPUS = ("nvidia[0-9]*", "dxg", "nvgpu", "nvhost-gpu")  # files of their drivers: Linux, below Windows, on boards of NVIDIA's
 
 
 def devices() -> list[str]:
-    """The kinds of device that are present, `cpu` always. Below Windows the driver of its GPU is `dxg`."""
-    return ["cpu", *(["cuda"] if any(DEV.glob("nvidia[0-9]*")) or (DEV / "dxg").exists() else [])]
+    """The kinds of device that are present, `cpu` always."""
+    return ["cpu", *(["cuda"] if any(any(DEV.glob(name)) for name in GPUS) else [])]
 
 
 def unusable(entry: Entry) -> list[str]:

@@ -143,7 +143,8 @@ def _dispatcher(
         support = "any"  # `full` is one compiled callable there, in which attention is an ordinary call
         if not has_pieces and asked != "none":
             log.info(
-                "compile.cudagraph_mode=%s: all steps run none: on the CPU it takes a compiled model, and nothing is", asked
+                "compile.cudagraph_mode=%s: no step runs so, for on the CPU that is compiled code, and nothing is compiled",
+                asked,
             )
             asked = "none"
     modes = settle(asked, graph_support=support, has_pieces=has_pieces, uniform_q=uniform_q)

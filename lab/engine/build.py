@@ -105,7 +105,7 @@ def build_engine(settings: Settings, clock: Callable[[], float], loaded: nn.Modu
 
     kv_dtype = dtype_name(backends[0].spec.kv_dtype)
     blocks = block_manager(settings, grouping, runner.store.num_blocks, kv_dtype, proposer)
-    report_cache(blocks, grouping, max_model_len, block_bytes)
+    report_cache(blocks, grouping, max_model_len, block_bytes, backends)
     scheduler = _scheduler(settings, chosen, blocks, max_model_len, proposer)
     executor = InProcessExecutor(runner, overlap=settings.scheduler.async_scheduling)
     facts = EngineFacts(
@@ -236,8 +236,10 @@ def _asked_of_all(settings: Settings) -> frozenset[str]:
 
 def _choose_plugins(settings: Settings, config: ModelConfig, common: dict[str, Any]) -> dict[str, Resolved]:
     """Every plugin but attention, which needs the model's layers."""
+    quant = resolve("quant", _claimed(settings.quant, config), Needs(**common))
+    quant.record["asked_for"] = settings.quant.name  # `auto` goes by the checkpoint, not by priorities
     return {
-        "quant": resolve("quant", _claimed(settings.quant, config), Needs(**common)),
+        "quant": quant,
         "moe": resolve("moe", settings.moe, Needs(**common)),
         "spec": resolve("spec", settings.spec, Needs(device=common["device"], features=common["features"])),
         "draft_length": resolve("draft_length", settings.draft_length, Needs()),

@@ -1,6 +1,7 @@
 """The KV cache of an engine: the groups of its layers, the manager of their blocks, and what the pool holds."""
 
 import logging
+from collections.abc import Sequence
 
 from lab.contracts.attention import Attention, AttentionSpec
 from lab.contracts.spec import Proposer
@@ -8,6 +9,7 @@ from lab.kv.blocks import BlockManager
 from lab.kv.grouped import GroupedBlockManager
 from lab.kv.groups import Full, Grouping, LayerCache, group_layers, need_of
 from lab.kv.sizing import GIB
+from lab.kv.store import bytes_per_block
 from lab.sched.limits import reach
 from lab.settings import CacheSettings, Settings
 
@@ -57,7 +59,9 @@ def block_manager(settings: Settings, grouping: Grouping, num_blocks: int, kv_dt
     return GroupedBlockManager(num_blocks, cache.block_size, grouping.needs, reach=most, **options)
 
 
-def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int, block_bytes: int) -> None:
+def report_cache(
+    blocks: BlockManager, grouping: Grouping, max_len: int, block_bytes: int, backends: Sequence[Attention]
+) -> None:
     """Say how much the cache holds, and in what. With groups the tokens are those of requests of the greatest length."""
     concurrency = blocks.num_blocks / blocks.blocks_for(max_len)
     if grouping.is_plain:
@@ -68,12 +72,22 @@ def report_cache(blocks: BlockManager, grouping: Grouping, max_len: int, block_b
         kinds = [f"{'all' if isinstance(need, Full) else f'a window of {need.window}'} tokens" for need in grouping.needs]
         log.info("KV groups: %s", "; ".join(f"{kinds.count(kind)} of layers that keep {kind}" for kind in dict.fromkeys(kinds)))
     log.info(
-        "KV cache: %s tokens in %.2f GiB, maximum concurrency for %s tokens: %.2f",
+        "KV cache: %s tokens in %.2f GiB%s, maximum concurrency for %s tokens: %.2f",
         f"{num_tokens:,}",
         blocks.num_blocks * block_bytes / GIB,
+        _gain(backends),
         f"{max_len:,}",
         concurrency,
     )
+
+
+def _gain(backends: Sequence[Attention]) -> str:
+    """How many times the tokens a quantized cache holds that one in the model's dtype would."""
+    specs = [backend.spec for backend in backends]
+    if all(spec.kv_scales == "none" for spec in specs):
+        return ""
+    plain = sum(2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize for spec in specs)
+    return f" ({plain / bytes_per_block(backends):.2f} times those of {str(specs[0].dtype).removeprefix('torch.')})"
 
 
 def row_slack(blocks: BlockManager, block_tokens: float) -> float:

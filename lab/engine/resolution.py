@@ -43,7 +43,7 @@ def resolve(kind: str, choice: PluginChoice, needs: Needs) -> Resolved:
             verdicts.append(Verdict(entry.name, tuple(unmet(capabilities, needs)), capabilities.priority))
     if choice.name != "auto" and registry.get(kind, choice.name).broken:
         registry.get(kind, choice.name).load()
-    name = choose(kind, choice.name, verdicts)
+    name = choose(kind, choice.name, verdicts, choice.options)
     entry = registry.get(kind, name)
     options = entry.make_options(choice.options)
     passed_over = {v.name: list(v.reasons) or _not_chosen(choice, name) for v in verdicts if v.name != name}
@@ -96,7 +96,7 @@ def told(records: Mapping[str, Mapping[str, Any]]) -> str:
 def _how(record: Mapping[str, Any]) -> str:
     """What the name alone does not say: why `auto` chose it, and what it is put together from."""
     remarks = [f"{part} {its['name']}" for part, its in record.get("parts", {}).items()]
-    if record["asked_for"] == "auto":
+    if record["asked_for"] == "auto" and record["name"] != "none":
         others = sum(reasons[0].startswith(USABLE) for reasons in record["passed_over"].values())
         remarks.append(f"auto: of {others + 1} usable ones the highest priority" if others else "auto: the only usable one")
     return f" ({', '.join(remarks)})" if remarks else ""

@@ -89,8 +89,10 @@ def headline(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
             late = f"; when last measured, the memory was {slower:.0%} slower than that floor supposes" if slower else ""
             rows.append(("decode step", f"{step}, {roofline['floor_ratio']:.2f} times its floor of {floor}{late}"))
         else:
-            why = roofline.get("disturbance") or "something disturbed the measurement"  # older runs do not say
-            rows.append(("decode step", f"{step}; the floor is a guess ({floor}), for {why} when the device was measured"))
+            told = (
+                f"{step}; the floor is a guess ({floor}): its measurement was disturbed, `lab roofline --measure` makes another"
+            )
+            rows.append(("decode step", told))
     if startup := metrics.get("startup_s"):
         rows.append(("start-up", milliseconds(startup["total"] * 1e3)))
     return rows

@@ -50,7 +50,10 @@ def test_a_machine_that_was_busy_during_the_run_is_told(share, told):
     ("quiet", "text"),
     [
         (True, "6.00 ms, 1.50 times its floor of 4.00 ms"),
-        (False, "6.00 ms; the floor is a guess (4.00 ms), for the machine was busy when the device was measured"),
+        (
+            False,
+            "6.00 ms; the floor is a guess (4.00 ms): its measurement was disturbed, `lab roofline --measure` makes another",
+        ),
     ],
 )
 def test_a_floor_from_a_busy_machine_is_called_a_guess(quiet, text):

@@ -208,7 +208,9 @@ def test_a_gpu_that_is_not_here_is_told_before_torch_is_imported(tmp_path):
     assert done.stderr == "lab: device=cuda: there is no CUDA device here. Use device=cpu, or see `lab doctor`.\n"
 
 
-@pytest.mark.parametrize(("name", "found"), [("nvidia0", True), ("dxg", True), ("nvidiactl", False), ("null", False)])
+@pytest.mark.parametrize(
+    ("name", "found"), [("nvidia0", True), ("dxg", True), ("nvgpu", True), ("nvidiactl", False), ("null", False)]
+)
 def test_a_gpu_is_seen_by_its_device_file(name, found, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "DEV", tmp_path)
     (tmp_path / name).touch()

@@ -55,6 +55,10 @@ def test_more_threads_than_cores_are_told(folder, caplog):
     assert told in caplog.messages
 
 
+def test_the_record_says_that_the_weight_format_was_left_to_lab(llm):
+    assert (llm.engine.records["quant"]["asked_for"], llm.engine.records["quant"]["name"]) == ("auto", "none")
+
+
 def test_overrides_are_a_list(folder):
     with pytest.raises(UserError, match=r"overrides must be a list of texts: overrides=\['cache.block_size=8'\]."):
         LLM(folder, overrides="cache.block_size=8")

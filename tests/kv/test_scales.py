@@ -87,6 +87,7 @@ def test_the_same_bytes_hold_about_twice_the_tokens(tmp_path, caplog, attention,
             kv = llm.metrics()["kv"]
             tokens.append(kv["num_blocks"] * 16)
             assert f"KV cache: {tokens[-1]:,} tokens" in caplog.text
+            assert (f"GiB ({times:.2f} times those of bfloat16)" in caplog.text) == bool(overrides)
             _, caches = backends_and_caches(llm)
             assert sum(cache.nbytes for cache in caches) <= 10_000_000 * 1.01
     assert tokens[1] / tokens[0] == pytest.approx(times, rel=0.01)
