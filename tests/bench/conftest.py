@@ -42,8 +42,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path, monkeypatch, one_thread):
     """A cache of its own, which holds a measurement of this machine's device."""
+    lend_native(tmp_path / "cache")  # before it is in force: a build of an earlier test may still ask where its folder is
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    lend_native(tmp_path / "cache")
     for threads in (1, None):  # of the runs here, and the default
         roofline._remember(roofline._facts_path("cpu", threads), FACTS)
 

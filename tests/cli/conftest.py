@@ -52,8 +52,8 @@ def somewhere_else(tmp_path, monkeypatch, own_registry):
     torch.set_num_threads(1)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    lend_native(tmp_path / "cache")  # before it is in force: a build of an earlier test may still ask where its folder is
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    lend_native(tmp_path / "cache")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for threads in (1, None):  # of the runs here, and the default
         roofline._remember(roofline._facts_path("cpu", threads), FACTS)

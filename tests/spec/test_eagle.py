@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     refused(changed("maps", d2t=torch.full((50,), 300)), "outside the target's vocabulary of 256")
     refused(changed("count", {"draft_vocab_size": 60}), "says draft_vocab_size 60, and the head has 50")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no config.json")
+    refused(tmp_path / "empty", "holds no head: no file of weights")
     with pytest.raises(UserError, match="lab brings no draft head for"), LLM(str(target), spec="eagle", overrides=BASE):
         pass
 
